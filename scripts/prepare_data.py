@@ -15,7 +15,6 @@ After a kill the same command resumes, with any number of workers.
 
 import os
 import re
-import shutil
 import sys
 import time
 from collections import Counter
@@ -114,16 +113,13 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     if "range" in images_in.meta:
         print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.meta["range"]))
     plan = config | {
+        "parts": 2,  # another number whenever make_tasks cuts differently
         "workers": 0,  # the parts do not depend on their number
         "overwrite": False,
         "path": os.path.abspath(path),
         "files": state_of(images_in.files),
     }
     writer.resume(plan)
-    need_mb = 3 * images_in.num_images * resolution**2 / 1e6  # 0 if the resolution is the images' own
-    free_mb = shutil.disk_usage(writer.folder).free / 1e6
-    if need_mb > free_mb:
-        raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
     skipped = []
     counts = Counter()
     per_class = Counter()  # training images
@@ -150,6 +146,8 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
         print0(
             f"nearly black: {counts['dark']:,} images have no value above 63 of 255 (as of 12 bits in a 16-bit file)"
         )
+    if pairs and not counts["seen"]:
+        print0("no second image has a value above 63 of 255: masks should hold 0 and 255, not 0 and 1")
     if images_in.num_clipped:
         print0(f"clipped {images_in.num_clipped:,} values beyond the range")
     if class_names:

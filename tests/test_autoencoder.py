@@ -146,6 +146,8 @@ def test_files_that_are_refused(tmp_path):
     vae, taesd = tmp_path / "vae.safetensors", tmp_path / "taesd_encoder.pth"
     save_safetensors(AutoencoderKL(**KL_SHAPE).state_dict(), vae)
     refused("groups|num_channels", open_autoencoder, vae)  # 32 without config.json, which 8 channels do not allow
+    save_safetensors(AutoencoderKL((32,), 1, 16, 32, True).state_dict(), vae)
+    refused("what is its scale", open_autoencoder, vae)
     torch.save({"0.weight": torch.ones(64, 3, 3, 3)}, taesd)
     refused("neither an SD VAE nor both halves of a TAESD", open_autoencoder, taesd)
     refused(r"found taesd_encoder\.pth, vae\.safetensors", open_autoencoder, tmp_path)

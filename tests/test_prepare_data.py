@@ -6,7 +6,6 @@ import shlex
 import signal
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +16,9 @@ from processes import FORK, Started
 from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.files import lock_file
 from nanodiff.png import encode_png
+from nanodiff.prepare.decode import Item
+from nanodiff.prepare.parts import make_tasks
+from nanodiff.prepare.sources import Source
 
 pytestmark = pytest.mark.usefixtures("base")
 
@@ -76,6 +78,7 @@ def vectors(tmp, **arrays):
 
 FILES = [f"{name}/{i}.png" for name in ("cat", "dog") for i in range(4)]
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
+OVER = {"captions": "m.csv", "labels": "none"}
 ROW = '{"file": "a.png", "text": "c"}'
 ZEROS = np.zeros((20, 8, 8), np.uint8)
 MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
@@ -113,6 +116,10 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "no vectors": (lambda t: vectors(t, names=["a"]), "vectors.*not a file in the archive"),
     "NaN in vectors": (lambda t: vectors(t, names=FILES, vectors=np.full((8, 2), np.nan)), "vectors hold NaN, inf"),
     "vectors of zeros": (lambda t: vectors(t, names=FILES, vectors=np.zeros((8, 2))), "nothing but zeros"),
+    "names for an array": (lambda t: vectors(t, names=FILES, vectors=np.ones((8, 2))) | array(t, IMAGES), "has names"),
+    "wide": (lambda t: np.save(t / "w.npy", IMAGES.repeat(3, 2)) or array(t, IMAGES, pairs=t / "w.npy"), "no image"),
+    "labels of no image": (lambda t: npz(t, arr_0=IMAGES, labels=IMAGES[:0, 0, 0, 0]), "labels of shape"),
+    "captions over a table": (lambda t: {"path": zipped(t, metadata_csv="file,text\ncat/0.png,b"), **OVER}, ".tsv"),
 }  # fmt: skip
 
 
@@ -123,14 +130,19 @@ def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
     settings = made if isinstance(made, dict) else {"path": made}
     refused(message, prepare, **settings)
     assert not (base / "data" / "toy").exists()
-    assert all(p.suffix == ".lock" or "vectors" in settings for p in base.glob("data/*"))  # or parts, which are kept
+    assert all(
+        p.suffix == ".lock" or {"vectors", "pairs"} & {*settings} for p in base.glob("data/*")
+    )  # or parts, which are kept
 
 
-def test_a_full_disk_or_a_missing_pillow_is_told_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1e3))
-    refused(r"need 0 MB, .* 0 MB free", prepare, sized(tmp_path, [(8, 8)]), resolution=16)
+def test_a_missing_pillow_is_told_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     refused("pip install", prepare, tmp_path)
+
+
+def test_arrays_are_cut_alike_with_and_without_a_resolution():
+    items = [Item("", IMAGES[0], 0, False)] * 40_000
+    assert {len(next(make_tasks(Source(40_000, [], iter(items)), side))) for side in (0, 8)} == {625}  # 1/64
 
 
 @pytest.mark.parametrize("name", ["two words", "a;b", "$(c)", "é"])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, at
 from nanodiff.files import reading, sha256_of
 from nanodiff.models.unet import conv3
 from nanodiff.safetensors import read_tensors
@@ -250,7 +250,7 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
     `*encoder.*`, `*decoder.*`, or a folder with one of these (if several, `diffusion_pytorch_model.*`). A config.json
     beside it sets scale, shift and the norms' groups. A pair's sha256 is the hash of `cat encoder decoder`.
     """
-    path = Path(path)
+    path = at(path)
     files = find_weights(path)
     first, *_ = files.values()
     settings = first.with_name("config.json")
@@ -265,6 +265,8 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
         with torch.device("meta"):
             ae = build(weights, config.get("norm_num_groups", 32))
         ae.load_state_dict(weights, assign=True)
+        if not config and ae.parts == 2 and ae.latent_channels > 4:  # FLUX and SD 3 differ; 4: SD 1 and 2
+            raise UserError(f"{path}: what is its scale? accepted: its config.json, with scaling_factor, beside it")
         ae.scale = float(config.get("scaling_factor") or ae.scale)  # null in some files
         ae.shift = float(config.get("shift_factor") or ae.shift)
     ae.name = path.resolve().name

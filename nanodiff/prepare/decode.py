@@ -62,8 +62,10 @@ def orientation(image) -> int:
         return 1
 
 
-def aspect_ratio(payload: str | bytes) -> float:
-    """Width / height of an image file as it is displayed, from its header alone; NaN if it is unreadable."""
+def aspect_ratio(payload: str | bytes | np.ndarray) -> float:
+    """Width / height of an image as it is displayed, from a file's header alone; NaN if it is unreadable."""
+    if isinstance(payload, np.ndarray):
+        return payload.shape[1] / payload.shape[0]
     try:
         with open_image(payload) as image:
             width, height = image.size
@@ -183,9 +185,8 @@ def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height
 
 def with_second(item: Item, image: np.ndarray) -> np.ndarray:
     """Append the channels of the item's second image, cropped likewise, to its image (C, H, W)."""
-    path = item.second[0]
-    if isinstance(path, str) and not 0.98 < aspect_ratio(item.payload) / aspect_ratio(path) < 1.02:
-        raise ValueError(f"{path} has other proportions")
+    if not 0.98 < aspect_ratio(item.payload) / aspect_ratio(item.second[0]) < 1.02:
+        raise ValueError("its second image is unreadable or has other proportions")
     second = decode_second(*item.second, *image.shape[1:])
     if image.dtype == np.float16:
         second = second / 127.5 - 1

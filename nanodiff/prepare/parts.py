@@ -51,12 +51,13 @@ def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> I
 def make_tasks(source: Source, resolution: int) -> Iterator[list[Item]]:
     """Split the items into parts, whose files and images together have about the bytes of a shard at most."""
     image_bytes = (3 + source.meta.get("given_channels", 0)) * resolution**2
-    most = images_per_part(source.num_images, image_bytes or 2**19)  # a guess before they are decoded
     task = []
     size = 0
     for item in source.items:
         task.append(item)
         size += image_bytes + getattr(item.payload, "nbytes", len(item.payload))
+        # 2**19: a guess before a file is decoded
+        most = images_per_part(source.num_images, image_bytes or getattr(item.payload, "nbytes", 2**19))
         if size >= MAX_SHARD_BYTES or len(task) == most:
             yield task
             task = []
@@ -74,14 +75,16 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
             check_file(folder, group["shard"])
         return note
     done, skipped = decode_items(items, sizes)
-    counts = {"items": len(items), "enlarged": 0, "dark": 0}
+    counts = {"items": len(items), "enlarged": 0, "dark": 0, "seen": 0}
     alike = {}  # (split, shape) -> items
     for item, side in done:
-        image = item.payload
+        image, second = np.split(item.payload, [-item.second[-1] if item.second else len(item.payload)])
         counts["enlarged"] += side < min(image.shape[1:])
-        counts["dark"] += int(image.dtype == np.uint8 and image.max() < 64)
+        is_bytes = image.dtype == np.uint8
+        counts["dark"] += int(is_bytes and image.max() < 64)
+        counts["seen"] += int(not is_bytes or second.max(initial=0) > 63)
         split = "val" if item.is_val else "train"
-        alike.setdefault((split, image.shape), []).append(item)
+        alike.setdefault((split, item.payload.shape), []).append(item)
     groups = []
     for (split, _), members in sorted(alike.items()):
         images = np.stack([item.payload for item in members])

@@ -192,6 +192,8 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
                 yield Item(name, payload, place.number, is_val, caption=caption)
 
     if options.captions:
+        if not options.captions.endswith(".tsv") or options.captions == options.labels:
+            raise UserError(f"captions={options.captions!r}; accepted: another .tsv, to be written")
         with writing(at(options.captions)) as file:
             names = []
             for item in items():
@@ -329,10 +331,10 @@ def open_arrays(path: Path, channels_axis: int = -1) -> tuple[np.ndarray, np.nda
             f"{path} holds {images.dtype} of shape {images.shape}; accepted: numbers of shape (N, H, W) or (N, H, W, C)"
         )
     if labels is not None:
-        if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
+        if labels.shape != images.shape[:1]:
+            raise UserError(f"{path} has labels of shape {labels.shape} for {len(images):,} images")
+        if labels.dtype.kind not in "iu" or labels.min() < 0:
             raise UserError(f"{path}: its labels are not class numbers 0, 1, ...")
-        if len(labels) != len(images):
-            raise UserError(f"{path} has {len(labels):,} labels for {len(images):,} images")
         labels = labels.astype(np.int64)
     return images, labels, protocol
 
@@ -426,6 +428,8 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
     """Each item and its row: by name, key(item.name), or for arrays by the item's position."""
     what = f"{setting}={str(path)!r}"
     if not source.unread:
+        if names:
+            raise UserError(f"{what} has names, images of arrays have none; accepted: {setting} alone, in their order")
         if num_rows != source.num_images:
             raise UserError(f"{what} has {num_rows:,} {setting} for {source.num_images:,} images")
         return zip(source.items, range(num_rows))
@@ -458,8 +462,8 @@ def add_pairs(source: Source, where: str, scaling: str) -> None:
 
     if source.unread and path.is_dir():
         files, _ = open_folder(path)
-        seconds = [file for file in files if is_image(file)]
-        names = [stem(relpath(file, path)) for file in seconds]
+        seconds = [file for file in files if is_image(relpath(file, path))]
+        names = [stem(cleaned(relpath(file, path))) for file in seconds]
     elif not source.unread and path.suffix in (".npy", ".npz"):
         files = [path]
         names = []
