@@ -169,7 +169,7 @@ class Progress:
     def __enter__(self):
         return self
 
-    def update(self, n: int = 1) -> None:
+    def update(self, n: int) -> None:
         self.done += n
         now = time.perf_counter()
         pause = 0.2 if self.on_terminal else 30.0

@@ -139,8 +139,7 @@ def why_not_compiled(device: torch.device) -> str:
 
         if not has_triton():
             return "Triton is missing, or this GPU is too old for it"
-        compilers = [os.environ.get("CC"), "cc", "gcc", "clang"]
-        if not any(shutil.which(name) for name in compilers if name):
+        if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
             return "Triton needs a C compiler: found none of $CC, cc, gcc, clang"
         header = Path(sysconfig.get_path("include"), "Python.h")
         if not header.exists():

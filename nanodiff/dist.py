@@ -37,7 +37,7 @@ def collective(name: str):
 
 
 @collective("the meeting of the ranks")
-def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
+def join_ranks(backend: str, timeout_s: float, device_id) -> None:
     """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting."""
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -116,7 +116,8 @@ class StopSignal:
     def __init__(self):
         self.received = 0  # the signal's number
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks
+                signal.signal(number, self._receive)
 
     def _receive(self, number, frame):
         if self.received:

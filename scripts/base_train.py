@@ -311,6 +311,7 @@ t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_
 if objective.startswith("flow_map"):
     start.teach(process, source, model_config, class_names)
     print0(f"teacher: {source.title}")
+    teacher = start.identity(source)["base"]
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Each rank keeps the optimizer's state of its share of the parameters, and updates that (ZeRO stage 1)
 several_gpus = world > 1 and device.type == "cuda"
@@ -336,11 +337,8 @@ print0(memory_line(raw_model, optim, ema, device_batch_size))  # d12: 2 GiB + 88
 sample_steps = sample_steps or process.default_steps
 sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
-teaches = learns_guidance(config)  # cfg_scale then shapes training
-guidance = choose_guidance(cfg_scale, cfg_interval, fault, {} if teaches else config.given)
-sample_settings = SampleSettings(sample_steps, sampler, *guidance)
-if not teaches:
-    config |= sample_settings.guidance
+given = {} if learns_guidance(config) else config.given  # cfg_scale may shape training alone
+sample_settings = SampleSettings(sample_steps, sampler, *choose_guidance(cfg_scale, cfg_interval, fault, given))
 if fid_every >= 0:
     from nanodiff.metrics.features import sample_quality  # a door: judges of samples
 
@@ -409,6 +407,8 @@ def save():
             "ema_rates": list(ema.rates),
             "loop": progress.copy(),
         }
+        if objective.startswith("flow_map"):
+            saved["teacher"] = teacher
         if lora:
             saved["lora"] = lora
             start.save_adapters(run_dir, saved, tensors)
@@ -437,7 +437,9 @@ while True:
     if faults:  # a damaged set ends the run before it is saved
         raise faults[0]
     # Save first: a crash in an evaluation loses nothing
-    if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saver.step:
+    leaving = step >= num_iterations or stopping
+    at_end = leaving and (save_every >= 0 or save_epochs)  # the last pass may end short
+    if (at_end or due(save_every) or ends_epoch()) and step != saver.step:
         save()
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves
@@ -464,7 +466,6 @@ while True:
         if figures:
             print0(log.evaluation(step, figures))
 
-    leaving = step >= num_iterations or stopping
     if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):
         from nanodiff.web.report import refresh_report  # a door
 

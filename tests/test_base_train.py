@@ -273,6 +273,8 @@ def test_going_back_puts_the_other_branch_aside_and_survives_a_kill(tiny, run_sc
     assert run_script("base_train", *args, "--lr=0.01", "--resume=changed")["start_step"] == 6
     assert [line["step"] for line in metrics(tiny, "a") if "train/loss" in line] == [*range(1, 7)]
     assert metrics(tiny, "a")[:3] == lines[:3] and metrics(tiny, "a")[3:] != lines[3:]
+    run_script("base_train", *TINY, "--model_tag=a", "--lr=0.01", "--num_iterations=0")
+    assert steps("a") == [2, 4, 6]  # kept on purpose, and nothing was saved since
     assert run_script("base_train", *args, "--resume=2", "--lr=0.02")["start_step"] == 2
     assert steps("a") == [2, 4, 6] and len([*(tiny / "runs").glob("a.left_*/step_*6")]) == 2
     (tiny / "runs" / "a" / "metrics.jsonl").unlink()  # by a user

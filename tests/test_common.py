@@ -94,6 +94,14 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, failing):
     assert path.stat().st_mode & 0o777 == 0o644  # not the 0o600 of a temporary file
 
 
+def test_a_signal_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopSignal()
+    os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+    assert stop.received == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_the_second_ends(number):
     def run():

@@ -76,7 +76,7 @@ def test_a_step_of_the_optimizer_is_that_of_fp32_on_a_cpu(device, dtype, toleran
         before = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
         for i, p in enumerate(model.parameters()):
             p.grad = draw_rows((1, i), 0, "cpu", p.detach()[None].to(where))[0]
-        norm = float(optim.sync_grads())
+        norm = float(optim.sync_grads(0))
         optim.step(0.5)
         updates.append((norm, torch.cat([p.detach().flatten().cpu() for p in model.parameters()]) - before))
     assert updates[1][0] == pytest.approx(updates[0][0], rel=1e-4)

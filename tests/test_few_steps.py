@@ -202,6 +202,14 @@ def test_a_resumed_run_is_bit_identical(tiny, run_script, more):  # noqa: F811
     assert_resumes(tiny, run_script, *TINY, *more, "--device_batch_size=8")
 
 
+def test_a_map_keeps_its_teacher_when_that_is_trained_on(tiny, run_script):  # noqa: F811
+    source, its_map = (*TINY, "--model_tag=source"), (*TINY, *MAP, "--model_tag=map", "--num_iterations=1")
+    run_script("base_train", *source)
+    teacher = run_script("base_train", *its_map)["teacher"]
+    run_script("base_train", *source, "--num_iterations=7", "--resume=changed")
+    assert run_script("base_train", *its_map)["teacher"] == teacher
+
+
 @pytest.mark.slow
 def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):  # noqa: F811
     assert_ranks_agree(tiny, run_script, *TINY, *more, "--eval_every=-1")
@@ -215,6 +223,8 @@ def test_guidance_in_the_loss_starts_where_it_should(tiny, run_script):  # noqa:
     plain, guided = losses(tiny, "plain"), losses(tiny, "guided")
     assert guided[:3] == plain[:3] and guided[3] != plain[3]
     assert [load_run("guided", "cpu", step).why_unguided == "" for step in ("3", "6")] == [True, False]
+    run_script("base_train", *TINY, "--model_tag=copy", "--init_from=guided", "--num_iterations=0")
+    assert load_run("copy", "cpu").why_unguided
     longer = (*TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5", *more, "--num_iterations=60")
     refused("has learned guidance by step 6", run_script, "base_train", *longer, "--resume=changed")
 

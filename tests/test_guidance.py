@@ -7,6 +7,7 @@ from conftest import refused
 from figures import assert_figures, build, inputs, wave
 from test_dit import golden, published_model
 
+from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.sampling.draw import SampleSettings
@@ -42,6 +43,15 @@ def test_guided_within_the_interval_only_and_never_by_scale_1(rescale, num_times
         process.sample(denoiser, x, 50, "ddpm")
         guided = [n == 2 * len(x) for n in batches]
         assert guided == [scale != 1 and low <= part <= high for part in part_of_range]
+
+
+@pytest.mark.parametrize("low, high", [(0.3, 0.7), (0.2, 0.6), (0.4, 0.8)])
+def test_a_step_at_an_end_of_the_interval_is_guided(low, high):
+    model, batches, x = build(), [], inputs()[0]
+    model.register_forward_pre_hook(lambda _, args: batches.append(len(args[0])))
+    settings = SampleSettings(cfg_scale=2.0, cfg_interval=(low, high))
+    FlowMatching().sample(make_denoiser(model, {"y": torch.zeros(len(x), dtype=torch.int64)}, settings), x, 10, "euler")
+    assert batches.count(2 * len(x)) == 5  # of ten, though fp32 rounds 0.6 and 0.8 up
 
 
 @pytest.mark.parametrize("names", [["1", "2", "3"], ["a", "2", "b, c"]])

@@ -24,7 +24,7 @@ def learns_guidance(config: dict, step: float = math.inf) -> bool:
     guided_from = config.get("guided_from", 1.0)
     if config.get("objective", "").startswith("flow_map"):
         return True
-    return guided_from < 1 and guided_from * config["num_iterations"] < step
+    return guided_from < 1 and guided_from * config["num_iterations"] < max(step, 1)  # 0: the source was guided
 
 
 def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> str:
@@ -68,10 +68,9 @@ def make_denoiser(model, cond: dict, settings):
         if not null:
             raise UserError(f"cfg_scale={cfg_scale} without conditions; accepted: 1, there is nothing to guide to")
     low, high = settings.cfg_interval
-    always = low <= 0 and high >= 1
 
-    def denoiser(x_t, t, at=None, **jump):
-        if cfg_scale == 1 or not (always or low <= at <= high):
+    def denoiser(x_t, t, at=1.0, **jump):
+        if cfg_scale == 1 or not low - 1e-6 <= at <= high + 1e-6:  # t is rounded to fp32
             return model(x_t, t, **cond, **jump)
         out, out_null = with_and_without(model, x_t, t, cond, null)
         c = settings.cfg_channels or x_t.shape[1]

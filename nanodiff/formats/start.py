@@ -65,23 +65,24 @@ def open_source(config: dict, meta: dict, device):
     adapters. Only a teacher is put on `device`.
     """
     is_map = config["objective"].startswith("flow_map")
+    device = device if is_map else "cpu"
     source = None
     adapters = {}
     tensors = {}
     if "lora" in meta:
         adapters = meta
     elif is_map or not meta:
-        found = find(config["init_from"])
+        found = find(meta.get("teacher", config["init_from"]))
         if config["lora_rank"] and {"sha256", "lora"} <= read_file(*found)[0].keys():
             adapters, tensors = read_file(*found)
         else:
-            source = build(*read(*found), device if is_map else "cpu")
+            source = build(*read(*found), device)
     if adapters:
         with reading(config["init_from"], OTHER_VERSION):
             base = read(*find(adapters["lora"]["base"]))
         check_base(*base, adapters | {"source": config["init_from"]}, tensors)
         continued = None if meta else (adapters["lora"], tensors)
-        source = replace(build(*base, "cpu"), data=adapters["data"], adapters=continued)
+        source = replace(build(*base, device), data=adapters["data"], adapters=continued)
     data = meta["data"] if meta else source.data
     if not config["lora_rank"]:
         data = data | {"class_names": []}  # a whole model may lose the old classes
@@ -117,7 +118,12 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
             weights[name] = class_rows(table, known, class_names, len(own[name]))
             note = f"; it knows {len({*known} & {*class_names})} of {len(class_names)} classes"
     load_weights(model, weights, loaded.source)
-    for key in "objective time_input noise_schedule num_timesteps variance rescale_timesteps".split():
+    of_kind = (
+        "time_input"
+        if config["objective"].startswith("flow")
+        else "noise_schedule num_timesteps variance rescale_timesteps"
+    )
+    for key in ("objective", *of_kind.split()):
         theirs = f"{loaded.config.get(key, config[key])}".replace("_map", "")  # maps are tuned from flow models
         if theirs != f"{config[key]}".replace("_map", ""):
             note += f"; trained with {key}={theirs}, it must learn anew what it predicts"

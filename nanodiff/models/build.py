@@ -154,7 +154,7 @@ def estimate_flops(model: nn.Module) -> int:
     return 3 * sum(counts)
 
 
-def compile_model(model: nn.Module, whole: bool = False) -> nn.Module:
+def compile_model(model: nn.Module, whole: bool) -> nn.Module:
     """Compile the whole model, or its blocks in place; blocks of one shape share a graph."""
     from torch import _dynamo  # here, as it takes seconds
     from torch._inductor import config

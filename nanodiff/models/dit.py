@@ -272,7 +272,7 @@ class DiT(nn.Module):
         self.final = Final(config)
 
     @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
+    def init_weights(self, generator: torch.Generator) -> None:
         """Published init, drawn on the CPU, so that every device starts from the same weights.
 
         Xavier-uniform matrices, embeddings of deviation 0.02; biases, adaLN and the last layer are zero, so each block

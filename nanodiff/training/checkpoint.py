@@ -45,7 +45,7 @@ def save_checkpoint(
 ) -> Path:
     """On rank 0: write checkpoints/step_<step>, with a file for each of `tensors` (weights, optim, train).
 
-    Then delete the oldest checkpoints beyond `keep` (-1 keeps all).
+    Then delete the oldest checkpoints beyond `keep` intact ones (-1 keeps all).
     """
     parent = run_dir / "checkpoints"
     temporary = parent / f".tmp-step_{step:06d}"
@@ -70,17 +70,12 @@ def save_checkpoint(
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact") from error
-    prune(run_dir, step, keep)
-    return final
-
-
-def prune(run_dir: Path, step: int, keep: int) -> None:
-    """Delete the oldest checkpoints beyond `keep` intact ones; -1 keeps all."""
     # Later steps do not count: the run was resumed from an earlier one
     intact = [s for s in intact_steps(run_dir) if s <= step]
     for s, path in list_checkpoints(run_dir):
         if keep > 0 and s < min(intact[-keep:], default=0):
             shutil.rmtree(path, ignore_errors=True)
+    return final
 
 
 def intact_steps(run_dir: Path) -> list[int]:

@@ -18,7 +18,7 @@ from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks
 from nanodiff.files import names_file, read_json, reading, write_atomic, write_json
 from nanodiff.png import encode_png
-from nanodiff.training.checkpoint import go_back, prune, trim_metrics
+from nanodiff.training.checkpoint import go_back, trim_metrics
 
 
 def quartile_sums(t, values, weight, process) -> Tensor:
@@ -215,7 +215,6 @@ class RunLog:
         if config["resume"].isdigit():
             go_back(run_dir, step)
         trim_metrics(run_dir / "metrics.jsonl", step)
-        prune(run_dir, step, config["checkpoints_kept"])  # in case a save was killed before it did so
         self.file = open(run_dir / "metrics.jsonl", "a")
         if run != "dummy":
             import wandb

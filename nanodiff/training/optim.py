@@ -26,7 +26,7 @@ MOMENTUM = 0.95  # Muon's, which starts at 0.85 (modded-nanogpt)
 MOMENTUM_WARMUP = 300  # steps
 
 
-def normalised(G: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def normalised(G: Tensor, dtype: torch.dtype) -> Tensor:
     """Matrices G (K, m, n) in `dtype`, each divided by its Frobenius norm: spectral norm < 1; zeros stay zero."""
     norm = SAFETY * torch.linalg.matrix_norm(G, keepdim=True)
     return (G / norm.clamp_min(1e-30)).to(dtype)

@@ -64,8 +64,8 @@ def refuse_useless(config, description: dict, conditions: list[str], is_resumed)
     """
     is_map = config["objective"].startswith("flow_map")
     is_latent = description["kind"] == "latents"
-    if is_map and config.given.keys() & {"timesteps", "t_range"} and not is_resumed:
-        raise UserError("a flow map draws t by its own rule; accepted: no timesteps, no t_range")
+    if is_map and config.given.keys() & {"timesteps", "timestep_std", "t_range"} and not is_resumed:
+        raise UserError("a flow map draws t by its own rule; accepted: no timesteps, timestep_std, t_range")
     if config["objective"] == "eps" and config["noise_schedule"] == "cosine" and is_latent and not is_resumed:
         raise UserError("objective=eps on latents draws noise with noise_schedule=cosine; accepted: linear")
     if config["warmup_ratio"] + config["warmdown_ratio"] > 1:

@@ -179,7 +179,7 @@ class Buffer:
 class Optimizer:
     """Updates the param_groups of a model that is already on its device, in fp32. Making one is a collective.
 
-    `sync_grads(); step(grad_scale); norm, stop = read_norm(); zero_grad()`; the groups' "lr" may be set before a step.
+    `sync_grads(stop); step(scale); norm, stop = read_norm(); zero_grad()`; the groups' "lr" may be set before a step.
     `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
     If last_micro_step is set before a step's last backward, each buffer's exchange starts as soon as its gradients are
     there; else sync_grads starts it.
@@ -239,7 +239,7 @@ class Optimizer:
                 layer._parameters["weight"] = layer.weight.bfloat16()  # not a leaf, which setattr would refuse
 
     @collective("the reduce-scatter of the gradients")
-    def sync_grads(self, stop: int = 0) -> Tensor:
+    def sync_grads(self, stop: int) -> Tensor:
         """A collective, once per step: average gradients over ranks, without waiting for a GPU.
 
         Returns the global L2 norm, on the device and equal on every rank; not finite if any gradient is not.
