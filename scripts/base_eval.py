@@ -38,18 +38,19 @@ from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.training.validation import bits_per_dim, validation_loss
 from nanodiff.web.report import refresh_report
 
-model = ""  # tag or folder of a run, or a file; "" = the run written to last
 metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier|fd_simclr|features: what to measure
-checkpoint_step = "newest"  # newest or >= 0: step of the run's checkpoint
-ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
 data = ""  # prepared set to evaluate on, or to compare with; "" = the training set
-autoencoder = ""  # path of the VAE of a latent model; "" = where it was when the latents were made
 num_images = 0  # >= 0: validation images, or samples; 0 = all in `samples`, else 5,000 for a distance (published FIDs
 #                 use 50,000) and 400 for the rest
-seed = 0  # >= 0: seed of the samples, or of noise and t in the validation loss
 batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
+# Only samples="" and Only features=""
+model = ""  # tag or folder of a run, or a file; "" = the run written to last
+checkpoint_step = "newest"  # newest or >= 0: step of the run's checkpoint
+ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
+autoencoder = ""  # path of the VAE of a latent model; "" = where it was when the latents were made
+seed = 0  # >= 0: seed of the samples, of t in the validation loss, or of noise in bits/dim
 # Only metric=class_accuracy|well_formed|fid|fd_classifier|fd_simclr
 samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
 # Only metric=class_accuracy|well_formed|fid|fd_classifier|fd_simclr and Only samples=""
@@ -93,7 +94,7 @@ FIGURES = {  # what is printed, in this order; the file has all figures
 # The run or the samples to evaluate, and the name of their data set
 
 rank = get_dist()[0]
-device = init_device(device_type, timeout_s=24 * 3600)  # while the first rank trains a classifier, the others wait
+device = init_device(device_type)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 result = {"metric": metric}
@@ -109,8 +110,6 @@ elif not features:
     name = name or loaded.data["name"]
     result |= loaded.described()
     result["dtype"] = str(compute_dtype).removeprefix("torch.")
-if model and not loaded:
-    raise UserError(f"model={model!r} would do nothing beside {source}")
 if not (name or reference or features):
     raise UserError(f"{source} does not say which data set it belongs to: give data=...")
 
@@ -147,7 +146,7 @@ elif metric == "bpd":
     if loaded.data["kind"] != "images":
         raise UserError(f"metric=bpd: {source} was trained on {loaded.data['kind']}; accepted: models of pixels")
     with autocast:
-        result |= bits_per_dim(*measured, num_images, batch_size)
+        result |= bits_per_dim(*measured, num_images, batch_size, seed)
     result["timesteps"] = loaded.process.num_timesteps
 
 elif metric == "features":
@@ -290,9 +289,9 @@ path = at(source)
 folder = path.parent
 stem = path.name if path.is_dir() else path.stem
 if loaded:
-    folder = loaded.run_dir
-    stem = f"{loaded.step:06d}"
-if rank == 0 and folder:
+    folder = loaded.run_dir or at("")
+    stem = f"{loaded.step:06d}" if loaded.run_dir else loaded.path.stem
+if rank == 0:
     # They change no figure, or are in the stem
     apart = ("model", "metric", "checkpoint_step", "samples", "features", "batch_size", "device_type")
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")
@@ -301,6 +300,6 @@ if rank == 0 and folder:
         print0(f"written to {path}")
     except OSError as e:
         print0(f"warning: cannot write {path}: {e.strerror}")
-    if loaded:
+    if loaded and loaded.run_dir:
         refresh_report(loaded.run_dir)
 leave_together()

@@ -11,12 +11,11 @@ class. What a form does not hold is printed.
 """
 
 import shlex
-from pathlib import Path
 
 import torch
 
 from configurator import configure
-from nanodiff.common import UserError, print0
+from nanodiff.common import UserError, at, print0
 from nanodiff.files import writing
 from nanodiff.formats.load import build, find, read, with_options
 from nanodiff.formats.published import to_published
@@ -50,7 +49,7 @@ if form != "safetensors":
 default = loaded.path.stem  # here
 if loaded.run_dir:
     default = loaded.run_dir / "exports" / f"{loaded.run_dir.name}_{loaded.step:06d}_{loaded.weights}"
-path = Path(out or f"{default}{suffix}")
+path = at(out or f"{default}{suffix}")
 if path.exists() and not overwrite:
     raise UserError(f"out={out!r}: {path} is there already; accepted: another path, or --overwrite")
 try:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, get_dist, print0
+from nanodiff.common import Progress, UserError, at, get_dist, print0
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_ranks
@@ -100,7 +100,7 @@ name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *APART)
 place = f"{loaded.path.stem}_{name}"  # here
 if loaded.run_dir:
     place = loaded.run_dir / "samples" / name
-stem = out.removesuffix(".png").removesuffix(".npz") or str(place)
+stem = str(at(out.removesuffix(".png").removesuffix(".npz") or place))
 if out and (is_image(stem) or Path(stem).is_dir()):
     raise UserError(f"out={out!r} is a folder, or no PNG; accepted: the path of a file, without suffix, .png or .npz")
 png = Path(f"{stem}.png")

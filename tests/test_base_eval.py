@@ -63,6 +63,7 @@ def test_bits_per_dim(run_dir, run_script):
     one = evaluate(run_script, "bpd", "--num_images=3", "--model=eps")
     assert one["timesteps"] == 50 and one["num_images"] == 3 and 0 < one["prior_bpd"] < one["total_bpd"]
     assert all(len(one[name]) == 50 for name in ("vb", "xstart_mse", "mse"))
+    assert evaluate(run_script, "bpd", "--num_images=3", "--model=eps", "--seed=1")["total_bpd"] != one["total_bpd"]
     assert sum(one["vb"]) + one["prior_bpd"] == pytest.approx(one["total_bpd"])
 
 

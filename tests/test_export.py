@@ -25,13 +25,15 @@ def export(base, run_script):
 
 
 @pytest.mark.parametrize("model_config", [UPSAMPLER, UNET])
-def test_safetensors_hold_the_model_and_its_description(base, export, model_config):
+def test_safetensors_hold_the_model_and_its_description(base, export, model_config, monkeypatch):
     safetensors = pytest.importorskip("safetensors.torch", reason="the official reader")
     checkpoint = write_run(base, "a", model_config)
     meta = json.loads((checkpoint / "meta.json").read_text())
     path = export("a")
     refused("is there already", export, "a")
     export("a", "--overwrite")
+    monkeypatch.setenv("HOME", str(base / "home"))
+    assert export("a", "--out=~/x.safetensors") == base / "home" / "x.safetensors"
     assert_identical(safetensors.load_file(path), load_safetensors(checkpoint / "ema_0.99.safetensors")[0])
     with safetensors.safe_open(path, framework="pt") as file:
         told = {key: json.loads(value) for key, value in file.metadata().items() if key != "format"}

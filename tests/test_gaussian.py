@@ -181,7 +181,7 @@ def test_losses_are_fp32_and_no_float64_reaches_the_device():
     with NoFloat64():
         losses = process.losses(model, x, torch.arange(4), x, {})
         assert all(value.dtype == torch.float32 and value.shape == (4,) for value in losses.values())
-        process.bits_per_dim(model, x, {})
+        process.bits_per_dim(model, x, {}, torch)
         for sampler in SAMPLERS:
             process.sample(model, x, 3, sampler, eta=0.5 if sampler == "ddim" else 0.0)
 
@@ -229,7 +229,7 @@ def test_progress_and_steps(sampler):
     assert [(i, steps) for i, steps, _ in calls] == [(i, 5) for i in range(1, 6)]
     assert ts == pytest.approx([10 * t for t in reversed(space_timesteps(100, "5"))])
     torch.testing.assert_close(out, calls[-1][2])
-    for steps, asked in (("", 100), (1, 1)):
+    for steps, asked in (("", 100), (1, 1), ("1", 1)):
         ts.clear()
         process.sample(denoiser, x_T, steps, sampler)
         assert len(ts) == asked and ts[0] == pytest.approx(990)  # also one step starts from noise

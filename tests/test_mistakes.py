@@ -77,7 +77,7 @@ MISTAKES = [
     ((*TRAIN, "--num_epochs=2", "--num_iterations=5"), "num_iterations and num_epochs are given"),
     ((*TRAIN, "--warmup_ratio=0.6", "--warmdown_ratio=0.5"), "accepted: a sum up to 1"),
     # settings that would do nothing
-    ((*TRAIN, "--init_from=flow", "--objective=flow_map", "--t_range=0,0.5"), "accepted: no timesteps, no t_range"),
+    ((*TRAIN, "--init_from=flow", "--objective=flow_map", "--t_range=0,0.5"), "accepted: no timesteps, "),
     ((*EVAL, "--metric=fid", "--samples=s.npz", "--data=tiny", "--cfg_scale=4"), 'only samples="" uses it'),
     ((*SAMPLE, "--lora_scale=0.5"), "lora_scale=0.5 would do nothing"),
     ((*SAMPLE, "--model=flat.pt", "--ema=raw"), "ema=raw is no option of "),
@@ -100,6 +100,7 @@ MISTAKES = [
     ((*EVAL, "--model=flow", "--metric=bpd"), "bpd"),
     ((*EVAL, "--metric=fid", "--samples=s.npz", "--data=large"), "(3, 32, 32), s.npz (3, 16, 16)"),
     ((*EVAL, "--model=flow", "--metric=fid", "--samples=s.npz", "--data=tiny"), "model='flow' would do nothing"),
+    ((*EVAL, "--ema=raw", "--metric=fid", "--samples=s.npz", "--data=tiny"), "ema='raw' would do nothing"),
     ((*EVAL, "--model=flow", "--metric=fid", "--steps=5,x"), "steps='5,x'; accepted: a whole number"),
     ((*EVAL, "--model=flow", "--metric=fid", "--num_images=9"), "needs 10 images or more, got 9"),
     ((*EVAL, "--metric=fd_classifier", "--samples=s.npz", "--data=unlabelled"), "labels of 2 or more classes"),

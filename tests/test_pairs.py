@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import refused
-from image_helpers import prepare
+from image_helpers import prepare, report
 from PIL import Image
 from tiny_runs import TIMELESS, TINY, assert_identical, decode_png, losses, make_autoencoder, make_run, weights
 
@@ -97,7 +97,7 @@ def make_photos(folder, sizes, mode="L"):
     return folder / "photos", folder / "masks"
 
 
-def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path, capsys):
+def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path):
     photos, masks = make_photos(tmp_path, [(32, 32), (40, 32), (32, 48)])
     (masks / "a" / "extra.bmp").write_bytes((masks / "a" / "00.bmp").read_bytes())
     line = prepare(photos, resolution=16, pairs=str(masks), val_fraction=0, pairs_scaling="nearest")
@@ -107,10 +107,17 @@ def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path, cap
     assert images.shape == (3, 3, 16, 16) and (cond["given"][:, 0] == images[:, 0]).all() and toy.images([2]).any()
     (masks / "b" / "01.bmp").rename(masks / "b" / "1.bmp")
     refused("none for 1 of 3 images, such as 'b/01.png'", prepare, photos, resolution=16, pairs=str(masks))
+    masks = masks.rename(tmp_path / ".hidden")
     Image.fromarray(np.full((20, 16), 200, np.uint16)).save(masks / "b" / "01.png")
     refused("01.png has 16 bits and no value above 255", prepare, photos, resolution=16, pairs=str(masks))
     (masks / "b" / "01.png").write_bytes((photos / "b" / "01.png").read_bytes())
     refused("has 3 channels; accepted .*: 1", prepare, photos, resolution=16, pairs=str(masks))
+    (masks / "b" / "01.png").unlink()
+    for white in (1, 255):
+        for path in photos.glob("*/*"):
+            Image.new("L", Image.open(path).size, white).save(masks / path.relative_to(photos).with_suffix(".bmp"))
+        said = report(photos, resolution=16, pairs=str(masks))
+        assert ("no second image has a value above 63" in said) == (white == 1)
 
 
 def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_script, tmp_path):
@@ -129,7 +136,8 @@ def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_
     loaded = load_run("pairs", "cpu")
     own = open_samples(loaded).inputs["given"]
     for (height, width), bucket in val.buckets.items():
-        rows = [bucket[i % len(bucket)] for i in range(5)]
+        rows = own.rows(range(5), (3, height, width))  # in any order: a set may be sorted by class
+        assert set(rows) <= set(bucket) and len(set(own.rows(range(len(bucket)), (3, height, width)))) == len(bucket)
         expected = val.rows(rows)[1]["given"]
         assert (to_uint8(own(range(5), (3, height, width))).numpy() == expected).all()
         assert (own.labels[own.rows(range(5), (3, height, width))] == val.labels(rows)).all()
@@ -143,7 +151,9 @@ def test_samples_take_second_images_of_files(base, run_script, draw, tmp_path):
     """Of an .npz as of the validation set; the picture shows pairs. Of a folder: above; in Python: test_sample.py."""
     make_set("tiny", gray)
     make_run(run_script, "a")
-    given, labels = (open_dataset("tiny", "val").rows(range(24))[1][name] for name in ("given", "y"))
+    order = open_samples(load_run("a", "cpu")).inputs["given"].rows(range(24), (3, 16, 16))
+    assert sorted(order) == list(range(24)) != list(order)
+    given, labels = (open_dataset("tiny", "val").rows(order)[1][name] for name in ("given", "y"))
     np.savez(tmp_path / "file.npz", given.transpose(0, 2, 3, 1), labels)
     some = ("--model=a", "--num_images=24")
     images, found, _ = draw(*some)

@@ -10,6 +10,7 @@ from figures import CONFIGS, filled, inputs
 from test_base_train import TINY
 from tiny_runs import TIMELESS, assert_identical, make_data, make_run, weights
 
+from nanodiff.data.dataloader import shuffled
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.formats.load import load_run
@@ -67,6 +68,7 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, d
     raw, some = one_hot(draw_shapes(24, seed=24)[1]), ("--model=a", "--num_images=24")
     offered = describe_run(here / "runs" / "a")  # on the page they are guided, too
     assert offered["is_guided"] and offered["cfg_scale"] == 2 and offered["classes"] == []
+    raw = raw[shuffled(np.arange(24), 24, (0,))]  # the order in which samples take them
     np.save(tmp_path / "rows.npy", raw)
     np.savez(tmp_path / "rows.npz", vectors=raw)  # as prepare_data takes it
     np.save(tmp_path / "other.npy", np.roll(raw, 1, axis=1))

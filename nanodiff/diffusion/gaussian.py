@@ -222,7 +222,7 @@ class GaussianDiffusion:
         if not isinstance(steps, str) and not 1 <= steps <= T:
             raise UserError(f"steps (sample_steps)={steps}; accepted: 1 to {T}, the timesteps of this process")
         kept = space_timesteps(T, str(steps))
-        if steps == 1:
+        if len(kept) == 1:
             kept = [T - 1]  # from noise; the published rule keeps t = 0
         if len(kept) == T:
             return self
@@ -340,7 +340,7 @@ class GaussianDiffusion:
         return {"loss": mse + vb, "mse": mse, "vb": vb}
 
     @torch.no_grad()
-    def bits_per_dim(self, model, x0, cond, generator=torch) -> dict[str, Tensor]:
+    def bits_per_dim(self, model, x0, cond, generator) -> dict[str, Tensor]:
         """The variational bound on -log2 p(x0) per dimension, for 8-bit pixels x0 in [-1, 1]; T evaluations.
 
         total_bpd and prior_bpd are (N,); vb, xstart_mse and mse (the error of eps) are (N, T), t = T-1 first.

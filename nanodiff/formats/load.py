@@ -197,7 +197,7 @@ def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0)
         if "lora" in meta:
             _, tensors = read(*find(meta["lora"]["base"]), path, 1.0 if lora else lora_scale)
         if lora:
-            adapters, added = read_file(Path(lora), {})
+            adapters, added = read_file(at(lora), {})
             if "lora" not in adapters:
                 raise UserError(f"{lora} holds no adapters of base_train")
             meta, tensors = merge(meta, tensors, adapters, added, lora_scale)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from nanodiff.common import UserError, at, in_batches, print0
+from nanodiff.common import UserError, at, in_batches
 from nanodiff.files import reading
 from nanodiff.prepare.decode import decode
 from nanodiff.prepare.sources import Options, open_arrays, read_images
@@ -38,8 +38,6 @@ class Samples:
                     f"{path} holds {images.dtype} of shape {images.shape}; accepted: uint8 of shape (N, H, W, 1 or 3)"
                 )
             self._payloads = images
-            if images.max() < 64:
-                print0(f"nearly black: no value in {path} is above {images.max()} of 255")
             drawn = json.loads(protocol or "{}")
             if drawn:
                 self.protocol["samples_protocol"] = drawn

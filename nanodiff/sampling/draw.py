@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanodiff.common import StackedGenerator, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, IMAGES, conditioning, row_shapes, some_conditions
+from nanodiff.data.dataloader import shuffled
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import from_stored, to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
@@ -68,6 +69,7 @@ class Inputs:
     buckets: dict[tuple[int, int], range]
     labels: np.ndarray | None
     described: str
+    of_set: bool = False  # then rows come in a random order, as a set may be sorted by class
 
     def rows(self, ids, shape) -> np.ndarray:
         def difference(size):
@@ -76,7 +78,10 @@ class Inputs:
 
         nearest = min(self.buckets, key=difference)
         bucket = self.buckets[nearest]
-        return bucket.start + np.asarray(ids) % len(bucket)
+        rows = np.asarray(ids) % len(bucket)
+        if self.of_set:
+            rows = shuffled(rows, len(bucket), (0,))
+        return bucket.start + rows
 
     def __call__(self, ids, shape) -> Tensor:
         return self.read(self.rows(ids, shape), shape)
@@ -96,7 +101,7 @@ def inputs_of(dataset, codec, config) -> dict[str, Inputs]:
     for name in row_shapes(config):
         if name != "y":
             reader = functools.partial(read, name)
-            inputs[name] = Inputs(reader, dataset.buckets, labels, dataset.described)
+            inputs[name] = Inputs(reader, dataset.buckets, labels, dataset.described, True)
     return inputs
 
 
@@ -198,8 +203,9 @@ class ModelSamples:
 
     def labels(self, ids) -> np.ndarray:
         """Classes (n,) int64 of samples; zeros for an unconditional model."""
-        rows = [self.turns.rows(i, self.shape_of(i)) for i in ids]
-        return self.turns.labels[rows]
+        turns = self.turns
+        rows = [turns.rows([i], self.shape_of(i))[0] for i in ids]
+        return turns.labels[rows]
 
     def in_proportion(self, name: str, split: str, n: int) -> None:
         """Give n samples the classes of the set `name`, in the set's proportions.

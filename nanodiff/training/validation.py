@@ -19,9 +19,9 @@ def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray
     return val_set.batches(val_set.spread(num_images), min(batch_size, share))
 
 
-def held_out(model, val_set, codec, ids):
+def held_out(model, val_set, codec, ids, seed=0):
     """x0 (n, C, H, W) of these images, the model's conditions, and a generator seeded by the images' indices."""
-    generator = StackedGenerator(ids)
+    generator = StackedGenerator((seed << 32) + int(i) for i in ids)
     x0, given = codec.read(val_set, ids, generator.randn_like)
     return x0, conditioning(model.config, given, x0), generator
 
@@ -52,12 +52,12 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
 
 
 @torch.no_grad()
-def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int) -> dict:
+def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int, seed: int) -> dict:
     """Means of process.bits_per_dim over `num_images` of `val_set`: numbers or, by timestep, lists of T, T-1 first."""
     n = min(num_images, len(val_set))
 
     def sums_of(ids):
-        x0, cond, generator = held_out(model, val_set, codec, ids)
+        x0, cond, generator = held_out(model, val_set, codec, ids, seed)
         terms = process.bits_per_dim(model, x0, cond, generator)  # (n,) or (n, T) each
         return {name: value.cpu().double().sum(0) for name, value in terms.items()}
 
