@@ -84,7 +84,7 @@ compile = True  # by torch.compile, where that works
 deterministic = False  # bitwise reproducible on CUDA, as always on a CPU; slower
 # The horizon, instead of the ratio or num_iterations
 num_epochs = -1.0  # > 0 or -1: passes over the training images
-target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
+target_flops = -1.0  # > 0 or -1: FLOPs of all passes with gradients
 # Model
 arch = "dit"  # dit|dit_classic|unet: modern DiT, DiT as published, IDDPM's UNet
 heads = 0  # >= 0: attention heads; 0 = width // 64 in a DiT, at least 4; 4 in a UNet
@@ -235,7 +235,7 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. Late in a long run the gradient's noise limits
 # the loss, so batches grow; the root is a choice (nanochat: the power 0.38). That the best rates grow with the root of
-# the batch was measured up to batch 128 and depth 2; whether AdamW's should at 512 is open (runs/LOG.md, 7 and 27).
+# the batch was measured up to batch 128 and depth 2; at 512 the loss hardly depends on either (runs/LOG.md, 7 and 27).
 # 256 / width: AdamW moves each weight by about lr, and a wider layer adds up more such moves; Muon scales itself
 
 # 1) The horizon: how long the run is

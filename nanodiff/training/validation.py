@@ -30,9 +30,9 @@ def held_out(model, val_set, codec, ids, seed=0):
 def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int, t_range=()):
     """Mean loss over `num_images` of `val_set`, and [mean loss in each quarter of t, NaN if empty].
 
-    An image's noise depends on its index, its t on (seed, index): both are the same for any model, number of ranks and
-    batch size. All t together are evenly spread quantiles of one distribution. So that runs compare, it is logit-normal
-    for flow matching and uniform for Gaussian diffusion, whatever training uses; in a given `t_range`, uniform.
+    An image's noise depends on its index, its t on (seed, index, num_images): both are the same for any model, number
+    of ranks and batch size. All t together are evenly spread quantiles of one distribution. So that runs compare, it is
+    logit-normal for flow matching and uniform for Gaussian diffusion, whatever training uses; in a `t_range`, uniform.
     """
     n = min(num_images, len(val_set))
     chosen = val_set.spread(n)
