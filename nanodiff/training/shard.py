@@ -179,7 +179,7 @@ class Buffer:
 class Optimizer:
     """Updates the param_groups of a model that is already on its device, in fp32. Making one is a collective.
 
-    `sync_grads(stop); step(scale); norm, stop = read_norm(); zero_grad()`; the groups' "lr" may be set before a step.
+    `sync_grads(stop); step(grad_scale); norm, stop = read_norm(); zero_grad()`; the groups' "lr" may be set before.
     `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
     If last_micro_step is set before a step's last backward, each buffer's exchange starts as soon as its gradients are
     there; else sync_grads starts it.
