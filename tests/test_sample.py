@@ -294,9 +294,8 @@ def test_super_resolution(draw, tmp_path):
     assert (labels == val.labels(order)).all() and protocol["low_res"] == val.described
     with Image.open(tmp_path / "drawn.png") as png:
         grid = np.asarray(png)
-    small = (
-        F.interpolate(torch.from_numpy(val.images(order[:1])).float(), size=8, mode="area").round()[0].permute(1, 2, 0)
-    )
+    first = torch.from_numpy(val.images(order[:1])).float()
+    small = F.interpolate(first, size=8, mode="area").round()[0].permute(1, 2, 0)
     assert np.abs(grid[2:50:6, 2:50:6].astype(int) - small.numpy()).max() <= 1  # pairs: small, sample
     assert (grid[2:50:3, 52:100:3] == images[0]).all()
 
