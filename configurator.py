@@ -262,8 +262,7 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None, mod
         if is_first:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    names = Counter(arg.partition("=")[0] for arg in argv)
-    for name, times in names.items():
+    for name, times in Counter(arg.partition("=")[0] for arg in argv).items():
         if times > 1 and is_first:
             print(f"{name} is given {times} times: the last one counts")
     globals_.update(config)

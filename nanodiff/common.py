@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -98,8 +99,7 @@ print0.file = None
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
     """A generator seeded by the integers >= 0 in `key`, such as (seed, step). Keys (1,) and (1, 0) seed alike."""
-    sequence = np.random.SeedSequence(key)
-    high, low = sequence.generate_state(2, np.uint32).tolist()
+    high, low = np.random.SeedSequence(key).generate_state(2, np.uint32).tolist()
     return torch.Generator(device=device).manual_seed(high << 32 | low)
 
 
@@ -146,8 +146,7 @@ def at(name: str | Path) -> Path:
 
 def base_dir() -> Path:
     """The folder of data sets and runs: $NANODIFF_BASE_DIR, by default ~/.cache/nanodiff."""
-    folder = os.environ.get("NANODIFF_BASE_DIR") or "~/.cache/nanodiff"
-    return at(folder)
+    return at(os.environ.get("NANODIFF_BASE_DIR") or "~/.cache/nanodiff")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -155,13 +154,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return ", ".join(difflib.get_close_matches(name, known, 5, cutoff=0)) or "none"
 
 
+@dataclass
 class Progress:
     """`with Progress(total, "images") as bar: bar.update(n)` shows rate and ETA; every 30 s if not on a terminal."""
 
-    def __init__(self, total: int, unit: str, label: str):
-        self.total = total
-        self.unit = unit
-        self.label = label
+    total: int
+    unit: str
+    label: str
+
+    def __post_init__(self):
         self.done = 0
         self.start = self.last = time.perf_counter()
         self.on_terminal = sys.stderr.isatty()

@@ -23,7 +23,7 @@ def encode_png(array: np.ndarray, **text: str) -> bytes:
     data = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header)
     for key, value in text.items():
         data += _chunk(b"tEXt", f"{key}\0{value}".encode("ascii"))
-    data += _chunk(b"IDAT", zlib.compress(rows.tobytes(), 6))
+    data += _chunk(b"IDAT", zlib.compress(rows.tobytes()))
     return data + _chunk(b"IEND", b"")
 
 

@@ -252,7 +252,7 @@ else:
         n = min(num_images, dataset.meta["splits"].get(other, {}).get("num_images", 0))
         if n >= 10:
             real = metrics.image_set(name, other)
-            ids = np.arange(n) * len(real) // n  # evenly, as images may come sorted by class
+            ids = real.spread(n)
             result["real_images"] = {"split": other, "num_images": n} | judged(real, ids, real.labels(ids))
 
 # ---------------------------------------------------------------------------------------------------------------------

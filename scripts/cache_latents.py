@@ -90,8 +90,7 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
         encoded.append(torch.cat(blocks, 1).half().cpu().numpy())
     latents = np.concatenate(encoded)
     if not np.isfinite(latents).all():
-        which = f"{dataset.split} {rows[0]}..{rows[-1]}"
-        raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
+        raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {dataset.split} {rows[0]}..{rows[-1]}")
     facts = {
         "shard": write_npy(writer.parts / f"{name}.npy", latents),
         "sums": sums.tolist(),

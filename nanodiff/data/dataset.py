@@ -72,7 +72,8 @@ class Dataset:
             self.channels = self.meta["channels"]
             self.resolution = self.meta["resolution"]
             self._depth = self.channels + self.meta.get("given_channels", 0)
-            np.empty((0, self._depth, self.resolution, self.resolution))  # they are numbers
+            self._square = (self.resolution, self.resolution)
+            np.empty((0, self._depth, *self._square))  # they are numbers
             if split not in self.meta["splits"]:
                 raise UserError(
                     f"data set {path.name!r} has no split {split!r}, only {', '.join(self.meta['splits'])}; "
@@ -87,7 +88,7 @@ class Dataset:
             self.num_images = int(self._ends[-1])
             self.buckets = {}  # shards of one size follow each other
             for entry, end in zip(self._shards, self._ends.tolist()):
-                size = tuple(entry.get("size", (self.resolution, self.resolution)))
+                size = tuple(entry.get("size", self._square))
                 bucket = self.buckets.get(size, range(end - entry["num_images"], end))
                 self.buckets[size] = range(bucket.start, end)
             for entry in files_of(part):
@@ -123,13 +124,13 @@ class Dataset:
         if described["kind"] == "arrays":
             described["range"] = self.meta["range"]
             described["dtype"] = self.meta["dtype"]
-        if list(self.buckets) != [(self.resolution, self.resolution)]:
+        if list(self.buckets) != [self._square]:
             described["sizes"] = [[*size, len(bucket)] for size, bucket in self.buckets.items()]
         return described
 
     def _open_shard(self, k: int) -> np.ndarray:
         entry = self._shards[k]
-        shape = entry["num_images"], self._depth, *entry.get("size", (self.resolution, self.resolution))
+        shape = entry["num_images"], self._depth, *entry.get("size", self._square)
         shard = open_npy(self.path / entry["file"], *shape)
         if self.path.stat().st_ino != self._folder:
             raise UserError(f"{self.path} was replaced while it was in use")
@@ -447,8 +448,7 @@ class DatasetWriter:
             if not parts:
                 continue
             shards, conditions = zip(*sorted(parts, key=tallness, reverse=True))
-            num_images = sum(shard["num_images"] for shard in shards)
-            entry = {"num_images": num_images, "labels": None, "shards": shards}
+            entry = {"num_images": sum(shard["num_images"] for shard in shards), "labels": None, "shards": shards}
             rows = {}
             for name in conditions[0]:
                 rows[name] = [cond[name] for cond in conditions]

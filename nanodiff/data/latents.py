@@ -5,6 +5,7 @@ import torch
 from nanodiff.common import UserError, at
 from nanodiff.data.pixels import Pixels, to_model_range, to_uint8, visible
 from nanodiff.models.autoencoder import Autoencoder, open_autoencoder
+from nanodiff.models.unet import no_autocast
 
 
 class Latents(Pixels):
@@ -44,7 +45,7 @@ class Latents(Pixels):
 
     def to_x0(self, stored, flip=None, randn_like=None):
         if stored.dtype == torch.uint8:
-            with torch.autocast(stored.device.type, enabled=False):
+            with no_autocast(stored):
                 mean, std = self.autoencoder.encode(to_model_range(stored, flip))
         else:
             sizes = (self.info["copies"], self.info["parts"], -1)
@@ -63,7 +64,7 @@ class Latents(Pixels):
     def to_pixels(self, x0):
         autoencoder = self.decoder()  # not kept: training needs the memory
         z = x0.float().to(self.device) * self.scale + self.offset
-        with torch.autocast(self.device.type, enabled=False):
+        with no_autocast(z):
             images = [to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)]
         return torch.cat(images)
 
@@ -89,9 +90,8 @@ class Latents(Pixels):
                     f"these latents were made by {info['autoencoder']} (SHA-256 {info['sha256'][:16]}...), "
                     f"not by {model.name} ({model.sha256[:16]}...)"
                 )
-            size = model.latent_channels
-            if size != self.shape[0]:
-                raise UserError(f"{model.name} has {size} latent channels, the model {self.shape[0]}")
+            if model.latent_channels != self.shape[0]:
+                raise UserError(f"{model.name} has {model.latent_channels} latent channels, the model {self.shape[0]}")
         except UserError as error:
             raise UserError(f"{error}; samples need --autoencoder=PATH, as images do that are encoded") from None
         return model.to(self.device)

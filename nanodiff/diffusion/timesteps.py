@@ -108,7 +108,6 @@ class LossSecondMoment(Timesteps):
         return t, weights[t]
 
     @collective("the gathering of losses by timestep")
-    @torch.no_grad()
     def update(self, t, losses) -> None:
         pairs = torch.stack([t.float(), losses.detach().float()])  # (2, N): one collective; fp32 holds any t exactly
         if dist.is_initialized():

@@ -67,7 +67,7 @@ def class_rows(table: Tensor, known: list[str], class_names: list[str], num_rows
 
     New classes, and the null class in the last row, start as the table's null class; without one, as its mean.
     """
-    classes, null = table.detach().tensor_split([len(known)])  # null: 1 row or none
+    classes, null = table.tensor_split([len(known)])  # null: 1 row or none
     start = null[0] if len(null) else classes.mean(0)
     rows = [start] * num_rows
     for i, name in enumerate(class_names):

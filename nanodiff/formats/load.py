@@ -82,8 +82,7 @@ class Loaded:
 
     def described(self) -> dict:
         """Identifies the weights in a protocol."""
-        sha256 = sha256_of(self.path)
-        return {"checkpoint": self.source, "step": self.step, "weights": self.weights, "sha256": sha256}
+        return {"checkpoint": self.source, "step": self.step, "weights": self.weights, "sha256": sha256_of(self.path)}
 
     def sample(self, *args, **settings):
         """See sampling.loaded.sample."""

@@ -28,7 +28,7 @@ def cached(path: Path, of: list, compute) -> dict[str, torch.Tensor] | None:
     found = None
     if is_first and path.exists():
         with reading(path, "is damaged: delete it, and it is computed again"):
-            arrays = {**np.load(path, allow_pickle=False)}
+            arrays = {**np.load(path)}
             if str(arrays.pop("key")) == key:
                 found = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if from_first_rank(found is not None):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nanodiff.common import Progress, UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import SHAPES
-from nanodiff.device import choose_dtype
+from nanodiff.device import choose_dtype, host_copy
 from nanodiff.dist import from_first_rank
 from nanodiff.files import reading, sha256_of
 from nanodiff.metrics.cache import cached
@@ -155,8 +155,7 @@ def load_images(dataset, resolution: int, seed: int = 0):
     """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
     order = torch.randperm(dataset.num_images, generator=make_generator(seed))
     chosen = np.sort(order[:MAX_IMAGES])
-    batches = dataset.batches(chosen, 1000)
-    parts = [shrink(torch.as_tensor(dataset.images(rows)), resolution) for rows in batches]
+    parts = [shrink(torch.as_tensor(dataset.images(rows)), resolution) for rows in dataset.batches(chosen, 1000)]
     return torch.cat(parts), torch.as_tensor(dataset.labels(chosen))
 
 
@@ -185,7 +184,7 @@ def get_classifier(train, val, device) -> Classifier:
         if get_dist()[0] > 0:
             return None
         print0(f"training a classifier on {train.path.name!r}, once, to judge samples ({train.num_images:,} images)")
-        return {name: x.cpu() for name, x in train_classifier(train, val, device).state_dict().items()}
+        return host_copy(train_classifier(train, val, device).state_dict())
 
     weights = cached(train.path / "classifier.npz", [f"{VERSION}".encode(), train, val], compute)
     return with_weights(from_first_rank(weights, "the classifier"), train.resolution, device)

@@ -96,13 +96,12 @@ def precision_recall(
     """
     # cdist computes x^2 + y^2 - 2xy: in float32 that is precise only for points near 0, so they are centred
     centre = real.double().mean(0)
-    real, fake = ((x - centre).float() for x in (real, fake))
+    real = (real - centre).float()
+    fake = (fake - centre).float()
 
     def radii(points):
-        found = [  # k + 1, as the nearest is the point itself
-            torch.cdist(batch, points).kthvalue(k + 1, dim=1).values for batch in points.split(batch_size)
-        ]
-        return torch.cat(found)
+        # k + 1, as the nearest is the point itself
+        return torch.cat([torch.cdist(batch, points).kthvalue(k + 1).values for batch in points.split(batch_size)])
 
     def fraction_within(points, centres, radius):
         count = 0

@@ -47,12 +47,11 @@ class Features:
 def image_set(name: str, split: str) -> Dataset:
     """An image set by name; for a set of latents, the images they were made from."""
     dataset = open_dataset(name, split)
-    kind = dataset.meta["kind"]
     if source := dataset.meta.get("latents", {}).get("source"):  # unlike those that others have made
         return open_dataset(source, split)
-    if kind != "images" or dataset.channels not in (1, 3):
+    if dataset.meta["kind"] != "images" or dataset.channels not in (1, 3):
         raise UserError(
-            f"data={name!r} holds {kind} of {dataset.channels} channels; "
+            f"data={name!r} holds {dataset.meta['kind']} of {dataset.channels} channels; "
             "metrics of features accept uint8 images of 1 or 3 channels"
         )
     return dataset
@@ -72,7 +71,6 @@ def load_network(metric: str, data: str, device, weights: str = ""):
     return get_classifier(image_set(data, "train"), image_set(data, "val"), device)
 
 
-@torch.no_grad()
 def collect_features(images_of, batches: list[np.ndarray], network, label: str = "") -> Features | None:
     """Features of the images with the ids in `batches`, computed by all ranks; None on all but the first.
 
@@ -102,7 +100,7 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
 def file_features(path: str, num_images: int = 0) -> Features | None:
     """Features (N, F) by any network from an .npy: the first `num_images` rows, or all; see collect_features."""
     with reading(f"features {path!r}", "are no array"):
-        rows = np.load(at(path), allow_pickle=False)[: num_images or None]
+        rows = np.load(at(path))[: num_images or None]
         rows = torch.from_numpy(rows.astype(np.float32))
     if rows.ndim != 2 or len(rows) < 10 or not rows.isfinite().all():
         raise UserError(f"{path} has shape {tuple(rows.shape)}; accepted: finite numbers (N, D), N at least 10")
@@ -112,7 +110,7 @@ def file_features(path: str, num_images: int = 0) -> Features | None:
 
 def load_stats(path: str, num_features: int) -> Features:
     """Reference statistics in an .npz: mu and sigma, as in ADM's and EDM's files; ours also have `some`."""
-    with reading(path), np.load(at(path), allow_pickle=False) as file:
+    with reading(path), np.load(at(path)) as file:
         names = ["mu", "sigma", *({"some"} & file.keys())]
         found = Features(*(torch.from_numpy(file[name].astype(np.float64)) for name in names))
     if found.sigma.shape != (num_features, num_features):

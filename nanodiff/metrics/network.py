@@ -21,8 +21,7 @@ class Network(nn.Module):
         """`forward` in batches, for any tensor or array of images; returns float32 on the CPU."""
         device = next(self.parameters()).device
         with full_float32(device):  # the caller may be sampling under autocast
-            batches = torch.as_tensor(images).split(self.batch_size)
-            found = [self(batch.to(device)) for batch in batches]
+            found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(self.batch_size)]
         features, logits = map(torch.cat, zip(*found))
         return features.cpu(), logits.cpu()
 

@@ -5,7 +5,6 @@ Both are frozen: a diffusion model learns their normalised latents (data/codec.p
 
 import json
 import re
-from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from nanodiff.common import UserError, at
 from nanodiff.files import reading, sha256_of
-from nanodiff.models.unet import conv3
+from nanodiff.models.unet import conv3, named
 from nanodiff.safetensors import read_tensors
 
 # Pixels per forward pass. The SD VAE's decoder takes 4.2 KB per pixel: 4 GB on a GPU. A CPU is fastest with one 256 px
@@ -60,10 +59,6 @@ def in_slices(network: nn.Module, x: Tensor, pixels: int) -> Tensor:
 
 def layer(c_in: int, c_out: int, groups: int) -> nn.Sequential:
     return nn.Sequential(nn.GroupNorm(groups, c_in, eps=1e-6), nn.SiLU(), conv3(c_in, c_out))
-
-
-def named(**layers: nn.Module) -> nn.Sequential:
-    return nn.Sequential(OrderedDict(layers))
 
 
 class ResnetBlock(nn.Module):
@@ -254,10 +249,10 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
     files = find_weights(path)
     first, *_ = files.values()
     settings = first.with_name("config.json")
-    found = [read_tensors(file)[0] for file in files.values()]
     weights = {}
     with reading(path, "holds neither an SD VAE nor both halves of a TAESD"):
-        for prefix, tensors in zip(files, found):
+        for prefix, file in files.items():
+            tensors, _ = read_tensors(file)
             for name, w in tensors.get("state_dict", tensors).items():
                 weights[prefix + name] = w
         weights = rename(weights)

@@ -147,9 +147,8 @@ def estimate_flops(model: nn.Module) -> int:
     config = model.config
     p = next(model.parameters())
     x_t = p.new_zeros(1, config.in_channels, config.image_size, config.image_size)
-    cond = some_conditions(config, 1, p.device)
     hook = nn.modules.module.register_module_forward_hook(count)
-    model(x_t, x_t.new_zeros(1), **cond)
+    model(x_t, x_t.new_zeros(1), **some_conditions(config, 1, p.device))
     hook.remove()
     return 3 * sum(counts)
 

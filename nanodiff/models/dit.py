@@ -225,8 +225,7 @@ class Block(nn.Module):
         sin, cos = rotation  # (T, 1, 1, head_dim/2)
         normed = F.rms_norm(qk.float(), qk.shape[-1:], eps=1e-6)
         a, b = normed.chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
-        turned = (a * cos - b * sin, a * sin + b * cos)
-        return torch.cat(turned, dim=-1).to(qk.dtype)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(qk.dtype)
 
     def mlp(self, x):
         if not self.modern:
@@ -282,7 +281,7 @@ class DiT(nn.Module):
         if not self.config.vector_len:
             zero += ("vector_embed",)
         for name, p in self.named_parameters():
-            w = torch.zeros(p.shape, device="cpu")
+            w = torch.zeros(p.shape)
             if p.ndim > 1 and name.startswith(("t_embed", "h_embed", "y_embed", "vector_position")):
                 w.normal_(std=0.02, generator=generator)
             elif p.ndim > 1 and not any(part in name for part in zero):

@@ -88,6 +88,10 @@ def conv3(c_in: int, c_out: int, **kwargs) -> nn.Conv2d:
     return nn.Conv2d(c_in, c_out, 3, padding=1, **kwargs)
 
 
+def named(**layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(layers))
+
+
 class GroupNorm(nn.GroupNorm):
     """Group normalisation that keeps the dtype of x; autocast would write fp32."""
 
@@ -96,9 +100,7 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, x):
         with no_autocast(x):
-            weight = self.weight.to(x.dtype)
-            bias = self.bias.to(x.dtype)
-            return F.group_norm(x, self.num_groups, weight, bias, self.eps)
+            return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class Upsample(nn.Module):
@@ -202,8 +204,7 @@ class UNet(nn.Module):
         for level, mult in enumerate(c.channel_mult):
             cout = mult * width
             if level:
-                down = conv3(ch, ch, stride=2)
-                self.input_blocks.append(Level(nn.Sequential(OrderedDict(op=down))))
+                self.input_blocks.append(Level(named(op=conv3(ch, ch, stride=2))))
                 skips.append(ch)
             for _ in range(c.num_res_blocks):
                 self.input_blocks.append(Level(*blocks(ch, cout, level)))
@@ -229,11 +230,11 @@ class UNet(nn.Module):
             if isinstance(m, nn.GroupNorm):
                 m.reset_parameters()  # scale 1, shift 0
             elif isinstance(m, nn.Embedding):
-                m.weight.copy_(torch.randn(m.weight.shape, generator=generator, device="cpu"))
+                m.weight.copy_(torch.randn(m.weight.shape, generator=generator))
             elif isinstance(m, nn.Linear | nn.Conv2d):
                 bound = m.weight[0].numel() ** -0.5
                 for p in m.parameters(recurse=False):
-                    uniform = torch.rand(p.shape, generator=generator, device="cpu")
+                    uniform = torch.rand(p.shape, generator=generator)
                     p.copy_((2 * uniform - 1) * bound)
         for name, p in self.named_parameters():
             if "out_layers.3." in name or "proj_out." in name or name.startswith(("out.2.", "vector_")):

@@ -155,7 +155,7 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
     if sizes:
         nearest = kept_area(image.width / image.height, sizes).argmax()
         image = center_crop(image, *sizes[nearest])
-    pixels = np.atleast_3d(np.asarray(image))
+    pixels = np.atleast_3d(image)
     return pixels.transpose(2, 0, 1), side
 
 
@@ -213,8 +213,7 @@ def decode_items(items: list[Item], sizes: list):
             reason = str(error) or type(error).__name__
             skipped.append(f"{item.name!r}: {reason.splitlines()[0]}")
             continue
-        item = item._replace(payload=image)
-        done.append((item, side))
+        done.append((item._replace(payload=image), side))
         if not sizes:
             first, _ = done[0]
             check_size(item.name, image.shape, first.name, first.payload.shape)

@@ -7,7 +7,7 @@ data/.<name>.parts/            renamed to data/<name> at the end
 """
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,7 +75,7 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
             check_file(folder, group["shard"])
         return note
     done, skipped = decode_items(items, sizes)
-    counts = {"items": len(items), "enlarged": 0, "dark": 0, "seen": 0}
+    counts = Counter(items=len(items))
     alike = {}  # (split, shape) -> items
     for item, side in done:
         image, second = np.split(item.payload, [-item.second[-1] if item.second else len(item.payload)])

@@ -97,12 +97,11 @@ def inputs_of(dataset, codec, config) -> dict[str, Inputs]:
         return conditioning(config, given, x0)[name]
 
     labels = dataset.labels(np.arange(len(dataset)))
-    inputs = {}
-    for name in row_shapes(config):
-        if name != "y":
-            reader = functools.partial(read, name)
-            inputs[name] = Inputs(reader, dataset.buckets, labels, dataset.described, True)
-    return inputs
+    return {
+        name: Inputs(functools.partial(read, name), dataset.buckets, labels, dataset.described, True)
+        for name in row_shapes(config)
+        if name != "y"
+    }
 
 
 def in_words(protocol: dict) -> str:
@@ -179,8 +178,7 @@ class ModelSamples:
         stand_in.config = config
         noise = torch.zeros(1, config.in_channels, 1, 1)
         known = self.given and replace(self.given, x0=noise)
-        dummy = replace(self, model=stand_in)
-        dummy.sample(noise, some_conditions(config, 1), known=known)
+        replace(self, model=stand_in).sample(noise, some_conditions(config, 1), known=known)
         return sum(num_images)
 
     @property
@@ -314,13 +312,10 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
             return drawn
         rows = image.rows(ids, samples.shape_of(ids[0]))
         truth, _ = codec.read(val_set, rows)
-        pictures = []
-        for triple in zip(samples.shown(ids), drawn, codec.to_pixels(truth)):
-            pictures += triple
-        return pictures
+        triples = zip(samples.shown(ids), drawn, codec.to_pixels(truth))
+        return [picture for triple in triples for picture in triple]
 
-    parts = gather_batches(draw, batches, "grid")
-    pictures = [picture for part in parts for picture in part]
+    pictures = [picture for part in gather_batches(draw, batches, "grid") for picture in part]
     if not pictures:
         return None
     return make_grid(pictures, columns)

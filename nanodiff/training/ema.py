@@ -29,7 +29,6 @@ class EMA:
     optimizer's buffers.
     """
 
-    @torch.no_grad()
     def __init__(
         self,
         model: torch.nn.Module,
@@ -46,7 +45,6 @@ class EMA:
         self.weights = [buffer.own for buffer in self.buffers]
         self.averages = {rate: [own.clone() for own in self.weights] for rate in self.rates}
 
-    @torch.no_grad()
     def update(self, step: int) -> None:
         """Average in the weights after optimizer step number `step` (1, 2, ...)."""
         for rate, averages in self.averages.items():
@@ -80,7 +78,6 @@ class EMA:
                 buffer.flat.copy_(flat)
 
     @collective("the all-gather of the averaged weights")
-    @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """A collective: {"ema_0.999": {name: average, on the CPU}}; complete only on rank 0."""
         state = {}
@@ -91,7 +88,6 @@ class EMA:
             state[f"ema_{rate}"] = named
         return state
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Load a state_dict's averages; a rate that it lacks starts from the weights."""
         for rate, averages in self.averages.items():

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,13 +29,15 @@ def quartile_sums(t, values, weight, process) -> Tensor:
     return weighted.new_zeros(2, 4).index_add(1, quarter, weighted)
 
 
+@dataclass
 class Meter:
     """Collects losses and times between two log lines, and makes the lines."""
 
-    def __init__(self, process, device: torch.device, progress: dict):
-        self.process = process
-        self.device = device
-        self.progress = progress  # the counters that a resume restores
+    process: object
+    device: torch.device
+    progress: dict  # the counters that a resume restores
+
+    def __post_init__(self):
         self.shapes = set()  # of images so far; a shape's first step compiles, and counts in speeds only if logged
         self.parts = []  # current step: t and loss of each micro-batch, (B,) each
         self.wall_steps = 0  # steps since wall_start, which includes evaluations and saves: for the time left
@@ -79,7 +82,7 @@ class Meter:
 
     def losses(self) -> tuple[Tensor, Tensor]:
         """(t, unweighted losses) of this rank's images of the step, for the timestep sampler."""
-        t, losses = (torch.cat(part) for part in zip(*self.parts))
+        t, losses = map(torch.cat, zip(*self.parts))
         self.parts = []
         return t, losses
 
@@ -166,8 +169,7 @@ def check_wandb(run: str) -> None:
     except ImportError:
         raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb") from None
     hook = sys.excepthook
-    mode = wandb.setup().settings.mode
-    has_key = mode != "online" or wandb.login(prompt=False, verify=False)
+    has_key = wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
     sys.excepthook = hook  # wandb's own prints a traceback above our line
     if not has_key:
         raise UserError(
@@ -179,16 +181,16 @@ def check_wandb(run: str) -> None:
 def record(path: Path, described: dict, step: int) -> None:
     """Write config.json. A run that resumes with other settings appends them to its list "changes"."""
     past = described | {"changes": []}
+    last = described["config"]
     if step and path.exists():
         try:
             with reading(path):
                 found = past | read_json(path)
-                dict([found, *found["changes"]][-1]["config"])
+                last = dict([found, *found["changes"]][-1]["config"])
                 past = found
         except UserError as error:
             print0(f"{error}: written anew")
     now = {key: described[key] for key in ("config", "num_iterations", "environment")} | {"step": step}
-    last = [past, *past["changes"]][-1]["config"]
     if last | {"resume": ""} != now["config"] | {"resume": ""}:
         past["changes"].append(now)
     write_json(path, past)

@@ -1,6 +1,7 @@
 """Muon for the matrices of a model's blocks, AdamW for the rest: their parameters and their updates."""
 
 import re
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -94,13 +95,13 @@ class Muon:
         self.descend(P, polar_express(X), *factors[1:], finite)
 
 
+@dataclass
 class AdamW:
     """torch's fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
 
-    keeps = ("exp_avg", "exp_avg_sq")
+    beta2: float
 
-    def __init__(self, beta2: float):
-        self.beta2 = beta2
+    keeps = ("exp_avg", "exp_avg_sq")
 
     def update(self, group: dict, step: int, finite, *tensors) -> None:
         """Update weights of any shape, exp_avg and exp_avg_sq by gradients, at step 1, 2, ... if `finite`. `tensors`:
@@ -153,16 +154,16 @@ def param_groups(model: torch.nn.Module, optimizer: str, lr: float, muon_lr: flo
     return [group for group in groups if group["params"]]
 
 
+@dataclass
 class LossScaler:
     """Scales the loss by 2^lg_loss_scale, so that small gradients do not underflow in fp16 (IDDPM's fp16 trainer).
 
     The exponent grows by 0.001 each good step and falls by 1 on overflow. Disabled (bf16, fp32) the scale is 1.
     """
 
-    def __init__(self, enabled: bool):
-        self.enabled = enabled
-        self.lg_loss_scale = 20.0
-        self.skipped = False  # was the last step?
+    enabled: bool
+    lg_loss_scale: float = 20.0
+    skipped: bool = False  # was the last step?
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * 2.0**self.lg_loss_scale if self.enabled else loss

@@ -1,6 +1,7 @@
 """Losses on held-out images: the validation loss, bits/dim. The caller enters autocast."""
 
 import math
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -61,8 +62,8 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
         terms = process.bits_per_dim(model, x0, cond, generator)  # (n,) or (n, T) each
         return {name: value.cpu().double().sum(0) for name, value in terms.items()}
 
-    means = {}
+    means = defaultdict(float)
     for sums in gather_batches(sums_of, shared_batches(val_set, n, batch_size), "bits/dim"):
         for name, value in sums.items():
-            means[name] = means.get(name, 0) + value / n
+            means[name] += value / n
     return from_first_rank({name: mean.tolist() for name, mean in means.items()}, "bits/dim")
