@@ -342,7 +342,7 @@ sample_settings = SampleSettings(sample_steps, sampler, *choose_guidance(cfg_sca
 if fid_every >= 0:
     from nanodiff.metrics.features import sample_quality  # a door: judges of samples
 
-    measure_samples = sample_quality(fid_metric, train_set, fid_images, codec, model_config)
+    measure_samples = sample_quality(fid_metric, val_set or train_set, fid_images, codec, model_config)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume

@@ -113,7 +113,7 @@ protocol |= {
     "eta": eta,
     **(samples.given.described if samples.given else {}),
     "cfg_channels": cfg_channels or "all",
-    "lora": f"{lora}, SHA-256 {sha256_of(lora)}" if lora else "",
+    "lora": f"{lora}, SHA-256 {sha256_of(at(lora))}" if lora else "",
     "lora_scale": lora_scale,
     "classes": classes or protocol["classes"],
     "class_names": loaded.class_names,

@@ -98,7 +98,7 @@ def describe_run(path: Path) -> dict:
 
 @functools.lru_cache(maxsize=1)
 def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Loaded, ModelSamples]:
-    """The model and its samples. `times`: the checkpoint's, so that a new run of the same name is loaded anew."""
+    """The model and its samples. `times`: of what is read, so that new weights of the same name are loaded anew."""
     which = () if run_dir.is_file() else (step, ema)
     loaded = load_run(str(run_dir), device, *which)
     enlarged = low_res if loaded.model.config.low_res else ""
@@ -121,7 +121,9 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
         raise UserError(f"run={asked['run']!r} is not there any more: load the page anew")
     send(note=f"Loading {asked['run']}")
     step = asked["checkpoint_step"]
-    times = tuple(folder.stat().st_mtime_ns for saved, folder in list_checkpoints(path) if saved == step)
+    read = [folder for saved, folder in list_checkpoints(path) if saved == step] or [path]
+    with reading(path):
+        times = tuple(place.stat().st_mtime_ns for place in read)
     loaded, samples = load(path, step, asked["ema"], times, device)
     classes = parse_classes(asked["classes"], loaded.class_names)
     settings = settings_for(loaded, **asked)
@@ -171,8 +173,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
 class Handler(LocalHandler):
     def do_GET(self):
         if self.path == "/":
-            page = Path(form.__file__).with_name("ui.html")
-            self.reply(page.read_bytes(), "text/html; charset=utf-8")
+            self.reply(Path(form.__file__).with_name("ui.html").read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/runs":
             offered = {}
             for tag, path in list_runs(self.server.first_run).items():

@@ -228,6 +228,7 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     losses = page.charts["training loss"]  # over images: 20 x 10 steps of 8 and 40 x 10 steps of 16
     assert losses["unit"] == "images" and [curve["x"][-1] for curve in losses["curves"]] == [1600, 6400]
     assert run_script("report", "a", a)["path"] == a.resolve() / "report.html"
+    assert "/runs/other/a</th>" in Page(run_script("report", "a", fake_run(base, "other/a"))["path"]).source
     for odd in ({"changes": 7}, {"config": []}, {"model": None}, {"data": 1, "num_iterations": "x"}):
         (b / "config.json").write_text(json.dumps(facts | odd))
         refused("is not as this version writes it", run_script, "report", "b")

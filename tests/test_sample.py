@@ -67,7 +67,7 @@ def test_batch_size_does_not_change_an_image(draw, run, samplers):
 
 def test_respacing_10_is_10_even_steps_and_eta_adds_noise(draw):
     some = ("--model=small", "--num_images=2")
-    asked = ("--steps=10", "--respacing=10", "--steps=10 --eta=1")
+    asked = ("--steps=10", "--steps=0 --respacing=10", "--steps=10 --eta=1")
     ten, respaced, noisy = (draw(*some, *more.split()) for more in asked)
     assert (ten[0] == respaced[0]).all() and respaced[2]["network_evaluations"] == 2 * 10
     assert (noisy[0] != ten[0]).any()

@@ -43,11 +43,9 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given):
     `given`.
     """
     interval = parse_interval(cfg_interval)
-    if not 0 <= cfg_scale <= 100:
-        raise UserError(f"cfg_scale={cfg_scale}; accepted: 0 to 100")
     if cfg_scale != 1 and not fault:
         return cfg_scale, interval
-    ignored = [f"{name}={given[name]}" for name in ("cfg_scale", "cfg_interval") if name in given]
+    ignored = [f"{name}={given[name]}" for name in ("cfg_scale", "cfg_interval", "cfg_channels") if name in given]
     if ignored and given.get("cfg_scale") != 1:
         print0(f"samples are not guided and ignore {' and '.join(ignored)}: {fault or 'cfg_scale=1'}")
     return 1.0, (0.0, 1.0)

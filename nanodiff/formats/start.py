@@ -47,8 +47,12 @@ def inherited(config) -> dict:
     objective = config.given.get("objective", theirs["objective"])
     if objective.startswith("flow") == theirs["objective"].startswith("flow"):
         names += PROCESS
-    if objective == theirs["objective"] and theirs.get("cfg_scale", 1) != 1:  # samples were guided
-        names += ["sample_steps", "sampler", "cfg_scale", "cfg_interval"]
+        if objective.startswith("flow_map") and not own:
+            names.remove("timesteps")  # its weights would not belong to the t that a map draws
+    if objective == theirs["objective"]:
+        names += ["sample_steps", "sampler"]
+        if shape["class_cond"] or theirs.get("cfg_scale", 1) != 1:  # 1 may be all that a model without classes can
+            names += ["cfg_scale", "cfg_interval"]
     if theirs.get("guided_from", 1.0) < 1 and (own or learns_guidance(theirs, meta["step"])):
         if not own:
             theirs["guided_from"] = 0.0
@@ -118,11 +122,8 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
             weights[name] = class_rows(table, known, class_names, len(own[name]))
             note = f"; it knows {len({*known} & {*class_names})} of {len(class_names)} classes"
     load_weights(model, weights, loaded.source)
-    of_kind = (
-        "time_input"
-        if config["objective"].startswith("flow")
-        else "noise_schedule num_timesteps variance rescale_timesteps"
-    )
+    is_flow = config["objective"].startswith("flow")
+    of_kind = "time_input" if is_flow else "noise_schedule num_timesteps variance rescale_timesteps"
     for key in ("objective", *of_kind.split()):
         theirs = f"{loaded.config.get(key, config[key])}".replace("_map", "")  # maps are tuned from flow models
         if theirs != f"{config[key]}".replace("_map", ""):
@@ -182,7 +183,8 @@ def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
 def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> None:
     """Let `teacher` teach a flow map with this model config and these classes, mapped to the teacher's numbers."""
     process.learn_from(teacher)
-    taken, given = (row_shapes(config) for config in (teacher.model.config, model_config))
+    taken = row_shapes(teacher.model.config)
+    given = row_shapes(model_config)
     if taken != given:
         raise UserError(f"objective=flow_map: {teacher.source} takes {taken}; the conditions here are {given}")
     numbers = match_labels(class_names, teacher.class_names, f"objective=flow_map, {teacher.source}")

@@ -27,7 +27,7 @@ def parse_classes(classes, class_names: list[str]) -> list[int] | None:
         classes = ()
     if isinstance(classes, str):
         texts = classes.split(",") if classes else ()
-        classes = [int(text[:9]) if text.isdecimal() and text not in known else text for text in texts]
+        classes = [int(text[:4000]) if text.isdecimal() and text not in known else text for text in texts]
     chosen = []
     for given in np.array(classes, object).ravel():
         if isinstance(given, bool) or not isinstance(given, str | Real) or given not in known:
@@ -71,8 +71,10 @@ def settings_for(loaded, **asked) -> SampleSettings:
         "cfg_scale": config.get("cfg_scale", 2.0),
         "cfg_interval": config.get("cfg_interval", "0,1"),
     }
-    given = {name: asked[name] for name in own if asked[name] != getattr(taken, name)}
+    given = {name: asked[name] for name in (*own, "cfg_channels") if asked[name] != getattr(taken, name)}
     own |= given
+    if asked["respacing"] and "steps" in given:
+        raise UserError("steps and respacing both choose the timesteps; accepted: one of them")
     steps = asked["respacing"] or own["steps"]
     sampler = choose_sampler(process, own["sampler"], steps, asked["eta"])
     guidance = choose_guidance(own["cfg_scale"], own["cfg_interval"], loaded.why_unguided, given)

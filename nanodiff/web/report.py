@@ -302,6 +302,9 @@ def versions(run: Run) -> dict[str, dict]:
 
 def write_report(run_dirs: list[Path], path: Path) -> None:
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
+    if len({run.name for run in runs}) < len(runs):  # of one name, in several places
+        for run in runs:
+            run.name = str(run.folder)
     title = escape(" and ".join(run.name for run in runs))
     head = evaluations = strips = ""
     columns = {}  # of settings and, for several runs, the figures that compare them
