@@ -76,8 +76,7 @@ def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, Tens
     """Zeros (n, ...) for each condition that a model takes, to try it out."""
     cond = {}
     for name, shape in row_shapes(config).items():
-        dtype = torch.int64 if name == "y" else None
-        cond[name] = torch.zeros(n, *shape, dtype=dtype, device=device)
+        cond[name] = torch.zeros(n, *shape, dtype=torch.int64 if name == "y" else None, device=device)
     return cond
 
 
@@ -109,8 +108,7 @@ def null_condition(config: Conditioned, cond: dict) -> dict[str, Tensor]:
     """
     null = {}
     for name in droppable(config):
-        value = config.num_classes if name == "y" else math.nan
-        null[name] = torch.full_like(cond[name], value)
+        null[name] = torch.full_like(cond[name], config.num_classes if name == "y" else math.nan)
     return null
 
 
@@ -199,5 +197,4 @@ def note_statistics(rows: dict[str, list], meta: dict) -> None:
         square = squares / max(count, 1)
         variance = square - mean**2
         is_constant = variance <= 1e-14 * square  # float64's rounding error
-        std = np.sqrt(np.where(is_constant, 1.0, variance))
-        meta[name] |= {"mean": mean.tolist(), "std": std.tolist()}
+        meta[name] |= {"mean": mean.tolist(), "std": np.sqrt(np.where(is_constant, 1.0, variance)).tolist()}

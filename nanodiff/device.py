@@ -57,13 +57,12 @@ def init_device(device_type: str, timeout_s: float = 0, deterministic: bool = Fa
         if deterministic:
             repeat_bits()
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = True  # as cuDNN's is by default
         # NCCL's watchdog ends a rank after `timeout_s` of waiting; by default it tries to dump a trace first
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     if world > 1:
         # By default every rank's Inductor starts a compiler process per core
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        per_rank = max(1, os.cpu_count() // ranks_here)
+        per_rank = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(per_rank))
         if not dist.is_initialized():
             text = os.environ.get("NANODIFF_RANK_TIMEOUT") or "600"
@@ -91,7 +90,6 @@ def repeat_bits() -> None:
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     torch.use_deterministic_algorithms(True)  # also obeyed by Inductor, flash and efficient attention
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugger's aid, which costs time
-    torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

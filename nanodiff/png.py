@@ -9,8 +9,7 @@ PADDING = 2  # pixels between the images of a grid
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
-    size = len(data).to_bytes(4, "big")
-    return size + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+    return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
 
 
 def encode_png(array: np.ndarray, **text: str) -> bytes:

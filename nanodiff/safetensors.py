@@ -35,8 +35,8 @@ def described(meta: dict) -> dict[str, str]:
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
-    flat = tensor.detach().cpu().contiguous().flatten()  # a 0-dim tensor has no view as bytes
-    return flat.view(torch.uint8).numpy()
+    # flatten: a 0-dim tensor has no view as bytes
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def save_safetensors(

@@ -49,8 +49,7 @@ def take_turn(arm: str) -> dict:
             raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
         text = Path(folder, "runs", "arm", "metrics.jsonl").read_text()
     memory = re.search(r"([\d.]+) GiB of memory at the peak", done.stdout)
-    lines = [json.loads(line) for line in text.splitlines()]
-    return {"lines": lines, "memory_gb": float(memory[1])}
+    return {"lines": [json.loads(line) for line in text.splitlines()], "memory_gb": float(memory[1])}
 
 
 def make_row(turns: list[dict]) -> dict[str, float]:

@@ -195,9 +195,8 @@ class Handler(LocalHandler):
             self.stream(functools.partial(self.work, asked))
 
     def work(self, asked: dict, send) -> None:
-        runs = list_runs(self.server.first_run)
         try:
-            draw(asked, runs, send, self.server.device, self.server.compute_dtype)
+            draw(asked, list_runs(self.server.first_run), send, self.server.device, self.server.compute_dtype)
         except UserError as e:
             send(error=str(e))
         except (ConnectionError, TimeoutError):

@@ -57,8 +57,7 @@ def test_the_first_rank_trains_for_all(tiny, monkeypatch):
         torch.manual_seed(rank)
         return get_classifier(*tiny, "cpu").state_dict()
 
-    other_on_each_rank = lambda *args: Classifier(3, 16, 8)
-    monkeypatch.setattr("nanodiff.metrics.classifier.train_classifier", other_on_each_rank)
+    monkeypatch.setattr("nanodiff.metrics.classifier.train_classifier", lambda *args: Classifier(3, 16, 8))
     assert_identical(*on_ranks(work))
 
 

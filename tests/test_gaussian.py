@@ -200,8 +200,7 @@ def test_orders_of_convergence(sampler, order, lengths):
         process.set_alpha_bar(alpha_bar, np.arange(len(alpha_bar)))
         start, end = scales(-1), scales(0)
         exact = oracle.x0(oracle.ode(noise, start, end), *end)  # the last step takes x_t at t = 0 to its E[x0 | x_t]
-        x0 = process.sample(perfect, noise, sampler=sampler)
-        errors.append((x0 - exact).square().mean().sqrt().item())
+        errors.append((process.sample(perfect, noise, sampler=sampler) - exact).square().mean().sqrt().item())
     np.testing.assert_allclose(-np.diff(np.log2(errors)), order, atol=0.15)
 
 

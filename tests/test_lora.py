@@ -146,8 +146,7 @@ def test_a_set_is_seen_with_the_classes_of_a_model(base):
 
 def test_without_a_null_class_a_new_one_starts_as_the_mean():
     table = torch.randn(3, 8)
-    rows = class_rows(table, NAMES, ["bar", "dots"], 2)
-    assert torch.equal(rows, torch.stack([table[2], table.mean(0)]))
+    assert torch.equal(class_rows(table, NAMES, ["bar", "dots"], 2), torch.stack([table[2], table.mean(0)]))
 
 
 def test_adapters_bring_their_classes_along(base, tmp_path):

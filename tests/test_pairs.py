@@ -138,8 +138,7 @@ def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_
     for (height, width), bucket in val.buckets.items():
         rows = own.rows(range(5), (3, height, width))  # in any order: a set may be sorted by class
         assert set(rows) <= set(bucket) and len(set(own.rows(range(len(bucket)), (3, height, width)))) == len(bucket)
-        expected = val.rows(rows)[1]["given"]
-        assert (to_uint8(own(range(5), (3, height, width))).numpy() == expected).all()
+        assert (to_uint8(own(range(5), (3, height, width))).numpy() == val.rows(rows)[1]["given"]).all()
         assert (own.labels[own.rows(range(5), (3, height, width))] == val.labels(rows)).all()
     files = open_samples(loaded, given=str(masks)).inputs["given"]  # tall ones first; their number says their class
     first = decode_second(str(masks / "a" / "00.bmp"), "nearest", 1, 20, 12)

@@ -154,8 +154,7 @@ def test_the_set_of_the_new_class_has_half_crosses(tmp_path, monkeypatch):
 @pytest.mark.parametrize("unseen", [False, True])
 def test_every_caption_is_true_by_the_search_that_grades(unseen):
     images, captions = draw_captioned(24, seed=3, unseen=unseen)
-    found = recognise(images)
-    assert [caption(*one) for one in zip(*found)] == captions
+    assert [caption(*one) for one in zip(*recognise(images))] == captions
 
 
 def test_pairs_to_ask_for_are_never_in_training():

@@ -39,8 +39,7 @@ def test_settings_to_a_shape_and_back(args):
 def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, capsys):
     """What it does not hold is said, and can be told; without a false warning."""
     make_data()
-    weights = randomise(build_model(DIT, "cpu", 0).state_dict())
-    torch.save(to_meta(weights, DIT), tmp_path / "dit.pt")
+    torch.save(to_meta(randomise(build_model(DIT, "cpu", 0).state_dict()), DIT), tmp_path / "dit.pt")
     done = run_script("base_train", *TRAIN, f"--init_from={tmp_path / 'dit.pt'},heads=2", "--model_tag=told")
     out = capsys.readouterr().out
     assert "it knows 8 of 8 classes" in out and "hold heads" not in out

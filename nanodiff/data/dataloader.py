@@ -88,8 +88,7 @@ class DataLoader:
         self._ahead.popleft()
         self._read_ahead()
         # On CUDA the copy overlaps with computation, since the thread has pinned the memory.
-        is_cuda = self.device.type == "cuda"
-        rows = {name: x.to(self.device, non_blocking=is_cuda) for name, x in rows.items()}
+        rows = {name: x.to(self.device, non_blocking=self.device.type == "cuda") for name, x in rows.items()}
         return rows.pop("images"), rows
 
     def close(self) -> None:
@@ -129,8 +128,7 @@ class DataLoader:
         order = shuffled_buckets(tuple(batches(epoch + 1) - before), (self.seed, epoch, len(counts)))
         place = step - before.sum()  # among this epoch's batches
         number = order[place]
-        earlier = np.count_nonzero(order[:place] == number)
-        return int(number), int(before[number] + earlier)
+        return int(number), int(before[number] + np.count_nonzero(order[:place] == number))
 
     def _read_ahead(self) -> None:
         self._ahead.append(self._thread.submit(self._read, next(self._numbers)))

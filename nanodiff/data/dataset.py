@@ -257,8 +257,7 @@ def make_shapes(name: str) -> None:
         if is_set(writer.path):
             return
         for split in SPLITS:
-            blocks = zip(*draw_split(split, seed=0, resolution=SHAPES[name]))
-            images, labels = map(np.concatenate, blocks)
+            images, labels = map(np.concatenate, zip(*draw_split(split, seed=0, resolution=SHAPES[name])))
             writer.append(split, images, labels)
 
 
@@ -430,8 +429,7 @@ class DatasetWriter:
         """Add a shard that is in the folder, by its entry in meta.json, and the conditions of its images."""
         if not self.meta["class_names"]:
             cond.pop("y", None)
-        rows = {name: to_stored(name, x, self.meta) for name, x in cond.items()}
-        self._parts[split].append((shard, rows))
+        self._parts[split].append((shard, {name: to_stored(name, x, self.meta) for name, x in cond.items()}))
 
     def _finish(self) -> None:
         def tallness(part):

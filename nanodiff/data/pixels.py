@@ -41,8 +41,7 @@ def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[s
 
 def to_uint8(x: Tensor) -> Tensor:
     """[-1, 1] -> uint8, rounded and clamped."""
-    levels = (x.float() + 1) * 127.5
-    return levels.round().clamp(0, 255).to(torch.uint8)
+    return ((x.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def visible(x):
@@ -71,8 +70,7 @@ class Pixels:
     def sample_shape(self, number: int) -> tuple[int, int, int]:
         """(C, H, W) of a sample's x0. Samples 8k to 8k + 7 share a shape, drawn in proportion to the data."""
         u = (number // 8 + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly
-        shares = self.counts / self.counts[-1]
-        return self.shapes[np.searchsorted(shares, u, side="right")]
+        return self.shapes[np.searchsorted(self.counts / self.counts[-1], u, side="right")]
 
     def accept(self, dataset, **others) -> None:
         """Prepare to read a set. UserError unless its description agrees with the model's; `others`: values in which

@@ -29,8 +29,7 @@ def draw_shapes(num: int, seed, resolution: int = 16) -> tuple[np.ndarray, np.nd
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(CLASS_NAMES), size=num)
     colours = COLOURS[rng.integers(len(COLOURS), size=num)]  # (num, 3)
-    poses = draw_poses(num, rng)
-    return paint(labels, colours, poses, resolution), labels
+    return paint(labels, colours, draw_poses(num, rng), resolution), labels
 
 
 def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:

@@ -106,8 +106,7 @@ def ddpm(process, x_t, i, p, x0_last, generator, eta):
     mean, log_variance, _ = p
     if i == 0:
         return mean
-    std = torch.exp(0.5 * log_variance)
-    return mean + std * generator.randn_like(x_t)
+    return mean + torch.exp(0.5 * log_variance) * generator.randn_like(x_t)
 
 
 def ddim(process, x_t, i, p, x0_last, generator, eta):

@@ -68,8 +68,7 @@ def class_rows(table: Tensor, known: list[str], class_names: list[str], num_rows
     New classes, and the null class in the last row, start as the table's null class; without one, as its mean.
     """
     classes, null = table.tensor_split([len(known)])  # null: 1 row or none
-    start = null[0] if len(null) else classes.mean(0)
-    rows = [start] * num_rows
+    rows = [null[0] if len(null) else classes.mean(0)] * num_rows
     for i, name in enumerate(class_names):
         if name in known:
             rows[i] = classes[known.index(name)]
@@ -89,8 +88,7 @@ def merge(base: dict, tensors: dict, adapters: dict, added: dict, scale: float) 
         if name.endswith(A):
             weight = name.removesuffix(A) + ".weight"
             delta = added[name.replace(A, B)].float() @ x.float()  # (out, in), on the CPU: in full fp32
-            alpha = scale * lora["alpha"] / lora["rank"]
-            tensors[weight] = tensors[weight].add(delta, alpha=alpha)
+            tensors[weight] = tensors[weight].add(delta, alpha=scale * lora["alpha"] / lora["rank"])
         elif name.endswith(ROWS):
             weight = name.removesuffix(ROWS) + ".weight"
             num_rows = len(tensors[weight]) + len(names) - len(known)

@@ -153,8 +153,7 @@ def initialise(classifier: Classifier, seed: int = 0) -> Classifier:
 
 def load_images(dataset, resolution: int, seed: int = 0):
     """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
-    order = torch.randperm(dataset.num_images, generator=make_generator(seed))
-    chosen = np.sort(order[:MAX_IMAGES])
+    chosen = np.sort(torch.randperm(dataset.num_images, generator=make_generator(seed))[:MAX_IMAGES])
     parts = [shrink(torch.as_tensor(dataset.images(rows)), resolution) for rows in dataset.batches(chosen, 1000)]
     return torch.cat(parts), torch.as_tensor(dataset.labels(chosen))
 
@@ -162,8 +161,7 @@ def load_images(dataset, resolution: int, seed: int = 0):
 def with_weights(tensors: dict[str, Tensor], resolution: int, device) -> Classifier:
     """A classifier with the weights of a state dict, for images of `resolution`."""
     num_classes = len(tensors.get("head.bias", ()))
-    channels = tensors["trunk.0.0.weight"].shape[1]
-    classifier = Classifier(channels, resolution, num_classes)
+    classifier = Classifier(tensors["trunk.0.0.weight"].shape[1], resolution, num_classes)
     classifier.load_state_dict(tensors, strict=False)  # a file is without batch normalisation's counters
     return classifier.to(device, memory_format=torch.channels_last).eval()
 

@@ -40,8 +40,7 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
 
     overlap = torch.linalg.svdvals(factor(sigma1).T @ factor(sigma2)).sum()
     between_means = (mu1 - mu2).square().sum()
-    distance = between_means + sigma1.trace() + sigma2.trace() - 2 * overlap
-    return max(float(distance), 0.0)
+    return max(float(between_means + sigma1.trace() + sigma2.trace() - 2 * overlap), 0.0)
 
 
 def kernel_distance(x: Tensor, y: Tensor, num_subsets: int = 100, subset_size: int = 1000):
@@ -53,8 +52,7 @@ def kernel_distance(x: Tensor, y: Tensor, num_subsets: int = 100, subset_size: i
     generator = make_generator(0)
 
     def draw(features):
-        chosen = torch.randperm(len(features), generator=generator)[:m]
-        return features[chosen].double()
+        return features[torch.randperm(len(features), generator=generator)[:m]].double()
 
     values = torch.empty(num_subsets, dtype=torch.float64)
     for i in range(num_subsets):
@@ -77,8 +75,7 @@ def inception_score(logits: Tensor, splits: int = 10) -> tuple[float, float]:
     scores = []
     for part in log_p.tensor_split(splits):
         log_marginal = part.logsumexp(0) - math.log(len(part))  # (K,)
-        divergence = (part.exp() * (part - log_marginal)).sum(1)  # (n,)
-        scores.append(divergence.mean().exp())
+        scores.append((part.exp() * (part - log_marginal)).sum(1).mean().exp())
     scores = torch.stack(scores)
     return float(scores.mean()), float(scores.std(correction=0))
 

@@ -75,8 +75,7 @@ def resize(x: Tensor, size: int) -> Tensor:
 
 def conv_bn_relu(n_in: int, n_out: int, kernel, stride: int = 1, padding="same") -> nn.Sequential:
     conv = nn.Conv2d(n_in, n_out, kernel, stride, padding, bias=False)
-    bn = nn.BatchNorm2d(n_out, eps=1e-3)
-    return nn.Sequential(OrderedDict(conv=conv, bn=bn, relu=nn.ReLU(inplace=True)))
+    return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(n_out, eps=1e-3), relu=nn.ReLU(inplace=True)))
 
 
 class Mixed(nn.Module):

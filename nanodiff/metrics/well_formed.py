@@ -34,8 +34,7 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
 
 def render(label: int, resolution: int, poses: np.ndarray) -> np.ndarray:
     """Masks (..., P) of a shape in poses (..., 3)."""
-    masks = draw_masks(label, poses.reshape(-1, 3), resolution)
-    return masks.reshape(*poses.shape[:-1], -1)
+    return draw_masks(label, poses.reshape(-1, 3), resolution).reshape(*poses.shape[:-1], -1)
 
 
 def fit_colours(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

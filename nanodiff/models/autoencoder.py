@@ -43,8 +43,7 @@ class Autoencoder(nn.Module):
     @torch.no_grad()
     def decode(self, z: Tensor) -> Tensor:
         """The inverse of encode, to fp32 images of about [-1, 1], not clamped."""
-        pixels = z[0, 0].numel() * self.downsample**2
-        return in_slices(self.decoder, z, pixels)
+        return in_slices(self.decoder, z, z[0, 0].numel() * self.downsample**2)
 
 
 def in_slices(network: nn.Module, x: Tensor, pixels: int) -> Tensor:
@@ -311,8 +310,7 @@ def rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def build(weights: dict[str, Tensor], groups: int) -> Autoencoder:
     """An autoencoder whose shape is read off the weights."""
     if "encoder.0.weight" in weights:
-        has_pool = any(".pool." in name for name in weights)
-        return TinyAutoencoder(weights["decoder.0.weight"].shape[1], has_pool)
+        return TinyAutoencoder(weights["decoder.0.weight"].shape[1], any(".pool." in name for name in weights))
     latent_channels = weights["decoder.conv_in.weight"].shape[1]
     pattern = r"encoder\.down_blocks\.\d\.\d\.layer1\.2\.weight"
     convs = [name for name in sorted(weights) if re.fullmatch(pattern, name)]

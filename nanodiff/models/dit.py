@@ -305,8 +305,7 @@ class DiT(nn.Module):
         x = self.patch_embed(x.flatten(2).mT.contiguous())  # (N, T, C), a token per patch, row by row
         # The residual stream is in bf16 under bf16 autocast: half the memory traffic. fp16's range would be too small
         stream = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        positions = position_table(cfg, rows, cols, x.device)
-        x = (x.float() + positions).to(stream)
+        x = (x.float() + position_table(cfg, rows, cols, x.device)).to(stream)
         rotation = rotation_table(cfg, rows, cols, x.device)
 
         c = self.t_embed(timestep_embedding(t, T_EMBED_DIM))  # (N, width)

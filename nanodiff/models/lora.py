@@ -23,8 +23,7 @@ def adapt(layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator)
         layer.lora_B.weight.zero_()
 
     def add_update(layer, x, y):
-        update = layer.lora_B(layer.lora_A(*x))
-        return y + alpha / rank * update
+        return y + alpha / rank * layer.lora_B(layer.lora_A(*x))
 
     layer.register_forward_hook(add_update)
 

@@ -57,8 +57,7 @@ class UNetConfig(Conditioned):
         Levels are those of CHANNEL_MULT for this size or the next larger. They stop before a side would be fractional
         or under 4 pixels.
         """
-        known_size = min((size for size in CHANNEL_MULT if size >= image_size), default=256)
-        mult = CHANNEL_MULT[known_size]
+        mult = CHANNEL_MULT[min((size for size in CHANNEL_MULT if size >= image_size), default=256)]
         levels = 1
         while levels < len(mult) and image_size % 2**levels == 0 and image_size >= 4 * 2**levels:
             levels += 1
@@ -122,8 +121,7 @@ class ResBlock(nn.Module):
         self.scale_shift = config.use_scale_shift_norm
         emb = 4 * config.model_channels
         self.in_layers = nn.Sequential(GroupNorm(cin), nn.SiLU(), conv3(cin, cout))
-        emb_out = 2 * cout if self.scale_shift else cout
-        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb, emb_out))
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb, 2 * cout if self.scale_shift else cout))
         last = conv3(cout, cout)  # zero at init, so a block starts as its skip
         self.out_layers = nn.Sequential(GroupNorm(cout), nn.SiLU(), nn.Dropout(config.dropout), last)
         self.skip_connection = nn.Identity()
@@ -234,8 +232,7 @@ class UNet(nn.Module):
             elif isinstance(m, nn.Linear | nn.Conv2d):
                 bound = m.weight[0].numel() ** -0.5
                 for p in m.parameters(recurse=False):
-                    uniform = torch.rand(p.shape, generator=generator)
-                    p.copy_((2 * uniform - 1) * bound)
+                    p.copy_((2 * torch.rand(p.shape, generator=generator) - 1) * bound)
         for name, p in self.named_parameters():
             if "out_layers.3." in name or "proj_out." in name or name.startswith(("out.2.", "vector_")):
                 p.zero_()

@@ -44,9 +44,8 @@ def import_pillow():
 def open_image(payload: str | bytes):
     """An image file, by its path or content, as a PIL image whose pixels are not read yet."""
     Image = import_pillow()
-    file = io.BytesIO(payload) if isinstance(payload, bytes) else payload
     try:
-        image = Image.open(file, formats=FORMATS)
+        image = Image.open(io.BytesIO(payload) if isinstance(payload, bytes) else payload, formats=FORMATS)
     except Image.UnidentifiedImageError:
         raise ValueError(f"no image in a format of {', '.join(FORMATS)}") from None
     if math.prod(image.size) > MAX_PIXELS:
@@ -153,10 +152,8 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
         image = to_rgb(open_image(payload))
     side = min(image.size)
     if sizes:
-        nearest = kept_area(image.width / image.height, sizes).argmax()
-        image = center_crop(image, *sizes[nearest])
-    pixels = np.atleast_3d(image)
-    return pixels.transpose(2, 0, 1), side
+        image = center_crop(image, *sizes[kept_area(image.width / image.height, sizes).argmax()])
+    return np.atleast_3d(image).transpose(2, 0, 1), side
 
 
 def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height: int, width: int) -> np.ndarray:

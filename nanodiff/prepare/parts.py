@@ -88,13 +88,12 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
     groups = []
     for (split, _), members in sorted(alike.items()):
         images = np.stack([item.payload for item in members])
-        path = folder / f"{split}_images_{number:05d}_{len(groups)}.npy"
         groups.append(
             {
                 "name": members[0].name,
                 "split": split,
                 "shape": images.shape,
-                "shard": write_npy(path, images),
+                "shard": write_npy(folder / f"{split}_images_{number:05d}_{len(groups)}.npy", images),
                 "y": [item.label for item in members],
                 "rows": {name: [item.rows[name] for item in members] for name in members[0].rows},
             }

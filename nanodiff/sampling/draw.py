@@ -76,8 +76,7 @@ class Inputs:
             height, width = size
             return abs(height / width - shape[1] / shape[2])
 
-        nearest = min(self.buckets, key=difference)
-        bucket = self.buckets[nearest]
+        bucket = self.buckets[min(self.buckets, key=difference)]
         rows = np.asarray(ids) % len(bucket)
         if self.of_set:
             rows = shuffled(rows, len(bucket), (0,))
@@ -251,14 +250,12 @@ class ModelSamples:
             cond[name] = inputs(ids, shape).to(device)
         known = self.given
         if known:
-            rows = np.asarray(ids) % len(known.x0)
-            x0 = self.codec.to_x0(known.x0[rows].to(device))
+            x0 = self.codec.to_x0(known.x0[np.asarray(ids) % len(known.x0)].to(device))
             known = replace(known, x0=x0, mask=known.mask.to(device))
         generator = StackedGenerator((self.seed << 32) + int(i) for i in ids)
         noise = generator.randn((len(ids), *shape), device)
         x0 = self.sample(noise, cond, generator=generator, progress=on_step, known=known)
-        is_finite = x0.isfinite().flatten(1).all(1)  # (n,)
-        self.not_finite += int((~is_finite).sum())
+        self.not_finite += int((~x0.isfinite().flatten(1).all(1)).sum())
         return x0
 
     def images(self, ids, on_step=None) -> Tensor:
@@ -310,12 +307,9 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
         drawn = samples.images(ids)
         if not image:
             return drawn
-        rows = image.rows(ids, samples.shape_of(ids[0]))
-        truth, _ = codec.read(val_set, rows)
+        truth, _ = codec.read(val_set, image.rows(ids, samples.shape_of(ids[0])))
         triples = zip(samples.shown(ids), drawn, codec.to_pixels(truth))
         return [picture for triple in triples for picture in triple]
 
     pictures = [picture for part in gather_batches(draw, batches, "grid") for picture in part]
-    if not pictures:
-        return None
-    return make_grid(pictures, columns)
+    return make_grid(pictures, columns) if pictures else None
