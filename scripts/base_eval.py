@@ -201,6 +201,8 @@ else:
             raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
         if has_classes and names:  # number the classes as the data set does
             labels = np.array(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
+        elif has_classes and labels.max() >= dataset.num_classes:
+            raise UserError(f"{source} has class {labels.max()}, data={name!r} {dataset.num_classes} classes, from 0")
 
     if metric != "well_formed":
         network = metrics.load_network(metric, name, device, judge)

@@ -214,12 +214,11 @@ if fixed:  # published and older models lack the channel that marks a null secon
         raise UserError(f"data={data!r} has second images, which the base or checkpoint does not take")
     model_config = replace(model_config, given_channels=theirs)
 raw_model = build_model(model_config, device, seed)
-if source:
-    start.start_from(raw_model, source, config, class_names)
+new = start.start_from(raw_model, source, config, class_names) if source else []
 num_params = sum(p.numel() for p in raw_model.parameters())
 lora = start.with_adapters(raw_model, source, config, class_names) if lora_rank else None  # refuses trainable
 if trainable:
-    start.train_only(raw_model, trainable)
+    start.train_only(raw_model, trainable, new)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
 # A third each: forward, gradients of activations, gradients of the weights that learn
 flops_per_image = estimate_flops(raw_model) * (2 * num_params + num_trained) // (3 * num_params)

@@ -68,4 +68,4 @@ num_params = sum(p.numel() for p in loaded.model.parameters())
 print0(f"{num_params:,} parameters of {loaded.source} ({loaded.weights}): {path}")
 print0(f"to sample: python -m scripts.sample --model={shlex.quote(with_options(path, told))}")
 if form != "safetensors":
-    print0(f"other loaders must be told the same, and variance={loaded.config['variance']}")
+    print0("other loaders must be told the same")

@@ -13,6 +13,7 @@ import pytest
 import tiny_runs
 import torch
 from conftest import refused
+from figures import inputs
 from processes import run_process
 from tiny_runs import assert_identical, assert_resumes, decode_png, losses, make_data, make_run, metrics, weights
 
@@ -275,8 +276,10 @@ def test_going_back_puts_the_other_branch_aside_and_survives_a_kill(tiny, run_sc
     assert metrics(tiny, "a")[:3] == lines[:3] and metrics(tiny, "a")[3:] != lines[3:]
     run_script("base_train", *TINY, "--model_tag=a", "--lr=0.01", "--num_iterations=0")
     assert steps("a") == [2, 4, 6]  # kept on purpose, and nothing was saved since
+    (tiny / "runs" / "a" / "eval_loss_000006_ema=raw.json").write_text('{"metric": "loss", "loss": 1.0}')
     assert run_script("base_train", *args, "--resume=2", "--lr=0.02")["start_step"] == 2
     assert steps("a") == [2, 4, 6] and len([*(tiny / "runs").glob("a.left_*/step_*6")]) == 2
+    assert [path.parent.name[:7] for path in (tiny / "runs").glob("*/eval_*")] == ["a.left_"]
     (tiny / "runs" / "a" / "metrics.jsonl").unlink()  # by a user
     assert run_script("base_train", *args, "--resume=2", "--lr=0.03")["start_step"] == 2
 
@@ -304,8 +307,14 @@ def test_init_from_equals_its_source_and_trains_only_what_it_should(tiny, run_sc
     changed = {name for name, x in source.model.state_dict().items() if not torch.equal(x, trained[name])}
     assert changed and all(part.split("=")[1] in name for name in changed)
     refused("trainable='nose'", run_script, "base_train", *args, *start, "--trainable=nose", "--model_tag=other")
-    start += ("--depth=2", "--model_tag=other")
-    refused("another shape; to start from it: .*--depth=1", run_script, "base_train", *args, *start)
+    start += ("--model_tag=other",)
+    refused("another shape; to start from it: .*--depth=1", run_script, "base_train", *args, *start, "--depth=2")
+    null = run_script("base_train", *args, *start, "--class_cond=False", "--num_iterations=0")["raw_model"].eval()
+    x, t, _ = inputs()
+    torch.testing.assert_close(null(x, t), source.model(x, t, torch.full((len(x),), 8)))  # goes on as the null class
+    make_data("other", class_names=["star", "bar"])
+    start += ("--data=other", "--model_tag=new")
+    refused("freezes .* has new classes", run_script, "base_train", *args, *start, part)
 
 
 @pytest.mark.slow

@@ -89,8 +89,7 @@ def test_the_same_sixty_images_make_equal_bytes_however_they_are_packed(tmp_path
         assert "captions: 60 of 60" in out and "ignored" not in out
         lines = (tmp_path / f"{number}.tsv").read_text().splitlines()
         assert lines == [f"{name}.png\t{caption}" for name, caption in zip(NAMES, CAPTIONS)]
-        path = open_dataset("toy").path
-        sets.append({file.name: file.read_bytes() for file in path.iterdir()})
+        sets.append({file.name: file.read_bytes() for file in open_dataset("toy").path.iterdir()})
     assert all(made == sets[0] for made in sets[1:])
     assert verify(open_dataset("toy"))[0] == 4
     drawn = [noise(8, 8, i).tobytes() for i in range(60)]
@@ -132,6 +131,9 @@ def test_columns_by_name(tmp_path):
     prepare(tmp_path, **columns, captions=tmp_path / "out.tsv")
     assert open_dataset("toy").class_names == [f"a{i}" for i in range(10)]
     assert (tmp_path / "out.tsv").read_text().startswith("train/000.png\tw000\ntrain/001.png\tw001\n")
+    (tmp_path / "out.tsv").write_text("better")
+    assert "is there already and stays as it is" in report(tmp_path, **columns, captions=tmp_path / "out.tsv")
+    assert (tmp_path / "out.tsv").read_text() == "better"
     for setting in ("label_column", "caption_column"):
         refused(f"{setting}='labl': .* has none in a table or beside", prepare, tmp_path, **{setting: "labl"})
     (folder / "metadata.csv").unlink()
@@ -188,8 +190,7 @@ def peak_mb(tmp_path, num):
                 shard.addfile(info, io.BytesIO(content))
             shard.members.clear()
     tracemalloc.start()
-    count = sum(1 for _ in open_source("tar", str(file), Options()).items)
-    assert count == num
+    assert sum(1 for _ in open_source("tar", str(file), Options()).items) == num
     peak = tracemalloc.get_traced_memory()[1] / 1e6
     tracemalloc.stop()
     return peak

@@ -3,7 +3,7 @@
 Checkpoints keep a codec's `description`. make_codec makes a codec for training, load_codec loads a trained model's.
 """
 
-from nanodiff.common import UserError, print0
+from nanodiff.common import UserError
 from nanodiff.conditions import GIVEN
 from nanodiff.data.pixels import Arrays, Pixels
 
@@ -57,11 +57,10 @@ def load_codec(description: dict, device, autoencoder: str = "") -> Pixels:
 
     `autoencoder`: its path if it was moved, or if the model was published without one.
     """
-    kind = description["kind"]
-    if kind in ("images", "arrays"):
-        if autoencoder:
-            print0(f"autoencoder={autoencoder!r} is ignored: this is no latent model")
-        return Pixels(description, device) if kind == "images" else Arrays(description, device)
+    if description["kind"] == "images":
+        return Pixels(description, device)
+    if description["kind"] == "arrays":
+        return Arrays(description, device)
     from nanodiff.data.latents import Latents, latents_of  # a door
 
     info = latents_of(description, autoencoder)

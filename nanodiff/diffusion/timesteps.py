@@ -102,8 +102,8 @@ class LossSecondMoment(Timesteps):
     def sample(self, u):
         p = self.probabilities()
         weights = 1 / (len(p) * p)  # keep the mean loss unbiased
-        table = torch.stack([p.cumsum(0), weights]).float()  # (2, T): one copy to the device
-        cdf, weights = table.to(u.device, non_blocking=True)
+        # Each (T,), by one copy to the device
+        cdf, weights = torch.stack([p.cumsum(0), weights]).float().to(u.device, non_blocking=True)
         t = torch.searchsorted(cdf, u, right=True).clamp(max=len(p) - 1)  # the inverse CDF
         return t, weights[t]
 
@@ -113,10 +113,10 @@ class LossSecondMoment(Timesteps):
         if dist.is_initialized():
             gathered = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]
             dist.all_gather(gathered, pairs)
-            pairs = torch.cat(gathered, dim=1)
+            pairs = torch.stack(gathered, dim=2)  # (2, micro-steps, ranks, B): in the order of the step's images
         history = self.history.numpy()  # views, whose items are cheap to set
         seen = self.seen.numpy()
-        for t, loss in pairs.T.tolist():
+        for t, loss in pairs.flatten(1).T.tolist():
             row = int(t)
             history[row, seen[row] % self.length] = loss
             seen[row] += 1

@@ -52,8 +52,9 @@ class Loaded:
     @property
     def run_dir(self) -> Path | None:
         """The run's folder, if the file lies in one of its checkpoints."""
-        folder = self.path.parent.parent
-        return folder.parent if folder.name == "checkpoints" else None
+        folder = self.path.parent
+        is_ours = folder.parent.name == "checkpoints" and (folder / "manifest.json").exists()
+        return folder.parent.parent if is_ours else None
 
     @property
     def num_classes(self) -> int:

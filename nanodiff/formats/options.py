@@ -11,6 +11,7 @@ image_size = 1  # >= 1: a UNet's
 noise_schedule = "linear"  # linear|cosine
 num_timesteps = 1000  # >= 1
 rescale_timesteps = False
+variance = "fixed_large"  # fixed_small|fixed_large|learned_range
 label_drop = 0.1  # [0, 1): 0 = the class table has no null class, as with Meta's class_dropout_prob=0
 objective = "eps"  # eps|flow: Meta's form: DiT's, SiT's
 time_input = "1-t"  # 1000t|t|1-t: objective=flow

@@ -42,7 +42,7 @@ DIFFUSERS = {
     "y_embed.": "class_embedder.embedding_table.",
 }
 CONV1D = ("qkv.weight", "proj_out.weight")  # in OpenAI's UNet, whose names are ours; here linear layers
-GAUSSIAN = ("noise_schedule", "num_timesteps", "rescale_timesteps")
+GAUSSIAN = ("noise_schedule", "num_timesteps", "rescale_timesteps", "variance")
 OPTIONS = {  # the settings that each form lacks (options.py)
     "meta": ("heads", "label_drop", *GAUSSIAN, "objective"),
     "sit": ("heads", "label_drop", "objective", "time_input"),

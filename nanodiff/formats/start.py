@@ -93,8 +93,9 @@ def open_source(config: dict, meta: dict, device):
     return source, data
 
 
-def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> None:
-    """Copy a loaded model's weights into `model`, of the same shape except image size and classes.
+def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> list[str]:
+    """Copy a loaded model's weights into `model`, of the same shape except image size and classes -> the parameters
+    of new classes or second images, which must learn.
 
     Rows of the class table are matched by class name or by order (same_order); for other rows see class_rows.
     `config`: the settings of the new run.
@@ -104,21 +105,27 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
     # A flow map's h_embed stays new: it has no effect before it is trained
     weights = {name: x for name, x in own.items() if name.startswith("h_embed")}
     weights |= loaded.model.state_dict()
+    new = []
     for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # a new second image has no effect at first, either
         if name in weights:
             x = weights[name]
+            new += [name] * (x.shape != own[name].shape)
             more = x.new_zeros(own[name][:, x.shape[1] :].shape)  # none, if both have a second image or neither
             weights[name] = torch.cat([x, more], dim=1)
     note = ""
     known = loaded.class_names
     if known:
         table = weights.pop(f"{class_table(loaded.model)}.weight")
+        if not class_names and len(table) > len(known):  # every image is of the null class
+            bias = next(name for name in weights if name.endswith(("t_embed.2.bias", "time_embed.2.bias")))
+            weights[bias] = weights[bias] + table[-1]
     if class_names:
         name = f"{class_table(model)}.weight"
         weights[name] = own[name]
         if known:
             if same_order(class_names, known):
                 known = class_names
+            new += [name] * bool({*class_names} - {*known})
             weights[name] = class_rows(table, known, class_names, len(own[name]))
             note = f"; it knows {len({*known} & {*class_names})} of {len(class_names)} classes"
     load_weights(model, weights, loaded.source)
@@ -129,6 +136,7 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
         if theirs != f"{config[key]}".replace("_map", ""):
             note += f"; trained with {key}={theirs}, it must learn anew what it predicts"
     print0(f"started from {loaded.source} ({loaded.weights}){note}")
+    return new
 
 
 def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -> dict:
@@ -210,8 +218,8 @@ def check_shape(model, loaded: Loaded, config: dict) -> None:
         raise UserError(f"init_from: {loaded.source} has another shape; to start from it: {settings}")
 
 
-def train_only(model: torch.nn.Module, patterns: str) -> None:
-    """Freeze the parameters whose names contain none of `patterns`, comma-separated."""
+def train_only(model: torch.nn.Module, patterns: str, new: list[str]) -> None:
+    """Freeze the parameters whose names contain none of `patterns`, comma-separated; refuse to freeze `new`."""
     wanted = [pattern.strip() for pattern in patterns.split(",")]
     names = [name for name, _ in model.named_parameters()]
     for pattern in wanted:
@@ -220,3 +228,5 @@ def train_only(model: torch.nn.Module, patterns: str) -> None:
             raise UserError(f"trainable={patterns!r}: no parameter's name contains {pattern!r}; it has {some}")
     for name, p in model.named_parameters():
         p.requires_grad_(any(pattern in name for pattern in wanted))
+        if name in new and not p.requires_grad:
+            raise UserError(f"trainable={patterns!r} freezes {name}, which has new classes or images: add it")

@@ -16,7 +16,8 @@ from nanodiff.common import UserError, at, print0
 from nanodiff.files import reading
 from nanodiff.prepare.containers import SUFFIXES, cleaned, is_image, key_of
 
-VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/, upper or lower case; the first that exists
+# Beside train/, in upper or lower case; the first that exists
+VAL_FOLDERS = ("val", "valid", "validation", "test", "dev", "eval")
 LABELS = ("auto", "folder", "file", "none")
 TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "dataset.json")  # Hugging Face, DiffSynth, EDM
 FILE_COLUMNS = ("file_name", "file", "image")

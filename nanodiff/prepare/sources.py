@@ -194,12 +194,15 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if options.captions:
         if not options.captions.endswith(".tsv") or options.captions == options.labels:
             raise UserError(f"captions={options.captions!r}; accepted: another .tsv, to be written")
-        with writing(at(options.captions)) as file:
-            names = []
-            for item in items():
-                names.append(item.name)
-                file.write(f"{item.name}\t{item.caption}\n".encode(errors="replace"))
-            check_different(names, "captions")
+        if at(options.captions).exists():
+            print0(f"captions: {options.captions} is there already and stays as it is")
+        else:
+            with writing(at(options.captions)) as file:
+                names = []
+                for item in items():
+                    names.append(item.name)
+                    file.write(f"{item.name}\t{item.caption}\n".encode(errors="replace"))
+                check_different(names, "captions")
     num_images = sum(place.count for place in places if place.split is not None)
     return Source(num_images, class_names, items(SUFFIXES), items, files, sizes)
 

@@ -61,18 +61,18 @@ def read_given(where: str, samples) -> Inputs:
     items, labels = labelled_items("given", where, samples)
     codec = samples.codec
     how = (codec.description["given_scaling"], samples.model.config.given_channels)
-    side = codec.image_size
 
-    def decoded(rows, *sides):
+    def decoded(rows, shape):
+        sides = [n * codec.downsample for n in shape[1:]]  # in pixels, also for latents
         return np.stack([decode_second(items[row].payload, *how, *sides) for row in rows])
 
     def read(rows, shape):
-        sides = [n * codec.downsample for n in shape[1:]]  # in pixels, also for latents
-        return to_model_range(torch.from_numpy(decoded(rows, *sides)))
+        return to_model_range(torch.from_numpy(decoded(rows, shape)))
 
-    with reading(Path(where)):
-        squares = decoded(range(len(items)), side, side)
-    return from_file(read, where, squares, labels)
+    with reading(Path(where)):  # all that samples may see of them, for the protocol's hash
+        shapes = [samples.size] if samples.size else codec.shapes
+        views = [decoded(range(len(items)), shape).reshape(len(items), -1) for shape in shapes]
+    return from_file(read, where, np.concatenate(views, axis=1), labels)
 
 
 def read_low_res(where: str, samples) -> Inputs:
@@ -175,6 +175,8 @@ def read_from_images(where: str, samples) -> np.ndarray:
     side = samples.codec.image_size
     source = open_images("from_images", where, samples.codec.description.get("range"))
     sizes = [] if "range" in source.meta else [(side, side)]
+    if source.class_names and samples.num_classes and not samples.classes:
+        print0(f"note: from_images={where!r} has classes, but samples take all in turn unless some are given")
     return decoded_items("from_images", where, source.items, sizes)
 
 
@@ -207,8 +209,7 @@ def read_mask(path: str, side: int) -> np.ndarray:
             levels = np.load(file)
         else:
             image = to_rgb(open_image(str(file)), "black")
-            gray = center_crop(image, side, side).convert("L")
-            levels = np.asarray(gray)
+            levels = np.asarray(center_crop(image, side, side).convert("L"))
         if levels.shape != (side, side):
             raise UserError(f"mask={path!r} is of shape {levels.shape}; accepted: {(side, side)}")
         return levels >= (128 if levels.max() > 1 else 0.5)

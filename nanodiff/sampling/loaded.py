@@ -137,13 +137,13 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
             samples = open_samples(loaded, **asked)
         except ValueError as error:
             raise UserError(str(error).replace(f"{folder}/", "")) from error
-    samples.size = samples.size or samples.codec.shape
-    autocast = autocast_to(loaded.device, choose_dtype("auto", loaded.device))
-    images = []
-    for ids in in_batches(np.arange(asked["num_images"]), asked["batch_size"]):
-        with autocast:
-            x0 = samples.draw(ids)
-        images.append(samples.codec.to_output(x0).transpose(0, 2, 3, 1))
+        samples.size = samples.size or samples.codec.shape
+        autocast = autocast_to(loaded.device, choose_dtype("auto", loaded.device))
+        images = []
+        for ids in in_batches(np.arange(asked["num_images"]), asked["batch_size"]):
+            with autocast:
+                x0 = samples.draw(ids)
+            images.append(samples.codec.to_output(x0).transpose(0, 2, 3, 1))
     if samples.not_finite:
         print0(f"warning: {samples.not_finite} of the images are not finite (NaN)")
     return np.concatenate(images)

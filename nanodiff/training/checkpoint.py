@@ -36,6 +36,14 @@ from nanodiff.files import (
 from nanodiff.safetensors import described, save_safetensors
 
 
+def is_base(run_dir: Path, step: int) -> bool:
+    """Do adapters or a flow map of another run need this checkpoint?"""
+    base = f': "{run_dir.name},step={step},ema='
+    with contextlib.suppress(OSError):  # another run deletes one now: asked again after the next checkpoint
+        return any(base in meta.read_text() for meta in run_dir.parent.glob("*/checkpoints/*/meta.json"))
+    return True
+
+
 def save_checkpoint(
     run_dir: Path,
     step: int,
@@ -73,7 +81,7 @@ def save_checkpoint(
     # Later steps do not count: the run was resumed from an earlier one
     intact = [s for s in intact_steps(run_dir) if s <= step]
     for s, path in list_checkpoints(run_dir):
-        if keep > 0 and s < min(intact[-keep:], default=0):
+        if keep > 0 and s < min(intact[-keep:], default=0) and not is_base(run_dir, s):
             shutil.rmtree(path, ignore_errors=True)
     return final
 
@@ -192,6 +200,9 @@ def resume_point(run_dir: Path, resume: str):
 def go_back(run_dir: Path, step: int) -> None:
     """For --resume=STEP: put later checkpoints and grids aside, so that the newest checkpoint is this branch's."""
     later = [path for s, path in list_checkpoints(run_dir, "*/step_*") if s > step]
+    for path in run_dir.glob("eval_*.json"):
+        if (found := re.match(r"eval_[a-z_]+_(\d{6,})", path.name)) and int(found[1]) > step:
+            later.append(path)
     if not later:
         return
     left = Path(tempfile.mkdtemp(dir=run_dir.parent, prefix=f"{run_dir.name}.left_"))

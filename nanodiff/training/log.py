@@ -81,8 +81,8 @@ class Meter:
         self.step_data_seconds += data_seconds
 
     def losses(self) -> tuple[Tensor, Tensor]:
-        """(t, unweighted losses) of this rank's images of the step, for the timestep sampler."""
-        t, losses = map(torch.cat, zip(*self.parts))
+        """(t, unweighted losses) of this rank's images of the step, (micro-steps, B), for the timestep sampler."""
+        t, losses = map(torch.stack, zip(*self.parts))
         self.parts = []
         return t, losses
 

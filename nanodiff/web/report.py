@@ -95,8 +95,7 @@ def read_run(folder: Path, over_images: bool) -> Run:
 
 def chart_of(key: str) -> str:
     """A key's chart: train/loss, val/loss and val/loss_ema share one, their quarters loss_q0 to loss_q3 another."""
-    name = key.split("/")[-1].removesuffix("_ema")
-    return re.sub("_q[0-3]$", BY_QUARTER, name)
+    return re.sub("_q[0-3]$", BY_QUARTER, key.split("/")[-1].removesuffix("_ema"))
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
@@ -325,8 +324,7 @@ def write_report(run_dirs: list[Path], path: Path) -> None:
     body = f"<h1>{title}</h1>{head}{body}"
     body += f"<details><summary>All settings, sizes, machine</summary>{table(columns)}</details>"
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
-    page = template.replace("$body", body, 1).replace("$title", title, 1)
-    write_atomic(path, page.encode())
+    write_atomic(path, template.replace("$body", body, 1).replace("$title", title, 1).encode())
 
 
 def refresh_report(run_dir: Path, due: float = 0.0) -> float:
