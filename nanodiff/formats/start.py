@@ -125,9 +125,9 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> l
         if known:
             if same_order(class_names, known):
                 known = class_names
-            new += [name] * bool({*class_names} - {*known})
             weights[name] = class_rows(table, known, class_names, len(own[name]))
             note = f"; it knows {len({*known} & {*class_names})} of {len(class_names)} classes"
+        new += [name] * bool({*class_names} - {*known})
     load_weights(model, weights, loaded.source)
     is_flow = config["objective"].startswith("flow")
     of_kind = "time_input" if is_flow else "noise_schedule num_timesteps variance rescale_timesteps"
