@@ -234,7 +234,7 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. Late in a long run the gradient's noise limits
 # the loss, so batches grow; the root is a choice (nanochat: the power 0.38). That the best rates grow with the root of
-# the batch was measured up to batch 128 and depth 2; at 512, in small, none of 20 pairs is better (LOG.md, 7 and 27).
+# the batch was measured up to batch 128 and depth 2; at 512, half may be better: not settled (runs/LOG.md, 7 and 27).
 # 256 / width: AdamW moves each weight by about lr, and a wider layer adds up more such moves; Muon scales itself
 
 # 1) The horizon: how long the run is
