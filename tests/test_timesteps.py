@@ -81,7 +81,7 @@ def test_second_moment_equals_the_published(monkeypatch):
     # Of two ranks that share all but the first loss, each ends with the history of one
     sampler = LossSecondMoment(gaussian(figure["num_timesteps"]))
     sampler.update(feed_t[:1], feed[:1])
-    halves = torch.stack([feed_t.float(), feed])[:, 1:].unflatten(1, (2, 2, 6)).unbind(2)  # two micro-steps of 6 each
+    halves = torch.stack([feed_t.float(), feed])[:, 1:].unflatten(1, (3, 2, 4)).unbind(2)  # three micro-steps of 4 each
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather", lambda out, own: [x.copy_(half) for x, half in zip(out, halves)])

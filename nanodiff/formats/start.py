@@ -116,7 +116,7 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> l
     known = loaded.class_names
     if known:
         table = weights.pop(f"{class_table(loaded.model)}.weight")
-        if not class_names and len(table) > len(known):  # every image is of the null class
+        if not class_names and len(table) > len(known):  # all images are of the null class, a summand of t's embedding
             bias = next(name for name in weights if name.endswith(("t_embed.2.bias", "time_embed.2.bias")))
             weights[bias] = weights[bias] + table[-1]
     if class_names:

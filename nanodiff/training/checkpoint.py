@@ -198,7 +198,7 @@ def resume_point(run_dir: Path, resume: str):
 
 
 def go_back(run_dir: Path, step: int) -> None:
-    """For --resume=STEP: put later checkpoints and grids aside, so that the newest checkpoint is this branch's."""
+    """For --resume=STEP: put later checkpoints, grids and figures aside. The newest are then this branch's."""
     later = [path for s, path in list_checkpoints(run_dir, "*/step_*") if s > step]
     for path in run_dir.glob("eval_*.json"):
         if (found := re.match(r"eval_[a-z_]+_(\d{6,})", path.name)) and int(found[1]) > step:
