@@ -121,13 +121,13 @@ def draw_rows(key: tuple[int, ...], first: int, device, like: Tensor, random=tor
 
 
 class StackedGenerator:
-    """One generator per image: an image's noise depends on its seed alone. On the CPU: equal on every device."""
+    """One generator per image: an image's noise depends on (seed, its id) alone. On the CPU: equal on every device."""
 
-    def __init__(self, seeds):
-        self.generators = [make_generator(seed) for seed in seeds]
+    def __init__(self, ids, seed: int = 0):
+        self.generators = [make_generator((seed << 32) + int(i)) for i in ids]
 
     def randn(self, shape, device="cpu") -> Tensor:
-        """(N, ...) standard normal in fp32, N = number of seeds."""
+        """(N, ...) standard normal in fp32, N = number of ids."""
         rows = [torch.randn(shape[1:], generator=g) for g in self.generators]
         return torch.stack(rows).to(device)
 

@@ -252,7 +252,7 @@ class ModelSamples:
         if known:
             x0 = self.codec.to_x0(known.x0[np.asarray(ids) % len(known.x0)].to(device))
             known = replace(known, x0=x0, mask=known.mask.to(device))
-        generator = StackedGenerator((self.seed << 32) + int(i) for i in ids)
+        generator = StackedGenerator(ids, self.seed)
         noise = generator.randn((len(ids), *shape), device)
         x0 = self.sample(noise, cond, generator=generator, progress=on_step, known=known)
         self.not_finite += int((~x0.isfinite().flatten(1).all(1)).sum())

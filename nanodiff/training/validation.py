@@ -22,7 +22,7 @@ def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray
 
 def held_out(model, val_set, codec, ids, seed=0):
     """x0 (n, C, H, W) of these images, the model's conditions, and a generator seeded by the images' indices."""
-    generator = StackedGenerator((seed << 32) + int(i) for i in ids)
+    generator = StackedGenerator(ids, seed)
     x0, given = codec.read(val_set, ids, generator.randn_like)
     return x0, conditioning(model.config, given, x0), generator
 
