@@ -73,6 +73,10 @@ def get_dist():
         raise UserError(f"RANK, LOCAL_RANK, WORLD_SIZE in the environment: {error}; accepted: torchrun's") from None
 
 
+def is_first_rank() -> bool:
+    return get_dist()[0] == 0
+
+
 def printable(text: str) -> str:
     """Replace control characters and invalid bytes by "?": a file's or class's name could control the terminal."""
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", text)
@@ -81,7 +85,7 @@ def printable(text: str) -> str:
 def print0(text):
     """Print on rank 0, and write to print0.file once a run has opened its log. If the reader is gone (`| head`, closed
     terminal), the run continues."""
-    if get_dist()[0] > 0:
+    if not is_first_rank():
         return
     text = printable(str(text))
     if print0.file:
@@ -186,7 +190,7 @@ class Progress:
             self._show("")
 
     def _show(self, text: str) -> None:
-        if get_dist()[0] == 0:
+        if is_first_rank():
             text = f"\r\033[K{text}" if self.on_terminal else f"{text}\n"
             print(text, end="", file=sys.stderr, flush=True)
 

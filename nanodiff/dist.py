@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import LostRank, Progress, UserError, excepthook, get_dist
+from nanodiff.common import LostRank, Progress, UserError, excepthook, get_dist, is_first_rank
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def wait_for_first_rank() -> None:
         return
     store = dist.distributed_c10d._get_default_store()
     key = f"first_rank/{next(waits)}"
-    if get_dist()[0] == 0:
+    if is_first_rank():
         store.set(key, "here")
     while not store.check([key]):
         time.sleep(0.02)
@@ -123,7 +123,7 @@ class StopSignal:
         if self.received:
             os._exit(128 + number)
         self.received = number
-        if get_dist()[0] == 0:
+        if is_first_rank():
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, b"stopping after this step; again to kill\n")  # not print, which may be in progress
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from configurator import configure
-from nanodiff.common import UserError, at, get_dist, print0
+from nanodiff.common import UserError, at, is_first_rank, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, init_device
@@ -93,7 +93,6 @@ FIGURES = {  # what is printed, in this order; the file has all figures
 # ---------------------------------------------------------------------------------------------------------------------
 # The run or the samples to evaluate, and the name of their data set
 
-rank = get_dist()[0]
 device = init_device(device_type, timeout_s=86_400)  # the first rank may compare for long
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
@@ -152,7 +151,7 @@ elif metric == "bpd":
 elif metric == "features":
     found = metrics.file_features(features, num_images)
     known = metrics.file_features(reference_features)
-    if rank == 0:
+    if is_first_rank():
         num_images = len(found.logits)
         result |= metrics.compare("fd_features", found, known)
         result |= {"features": features, "reference": reference_features, "num_images": num_images}
@@ -293,7 +292,7 @@ stem = path.name if path.is_dir() else path.stem
 if loaded:
     folder = loaded.run_dir or at("")
     stem = f"{loaded.step:06d}" if loaded.run_dir else loaded.path.stem
-if rank == 0:
+if is_first_rank():
     # They change no figure, or are in the stem
     apart = ("model", "metric", "checkpoint_step", "samples", "features", "batch_size", "device_type")
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")

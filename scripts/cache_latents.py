@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from configurator import configure
-from nanodiff.common import UserError, get_dist, in_batches, print0
+from nanodiff.common import UserError, in_batches, is_first_rank, print0
 from nanodiff.conditions import FILES, GIVEN
 from nanodiff.data.dataset import Dataset, DatasetWriter, check_file, open_dataset, verify, write_npy
 from nanodiff.data.latents import check_sides, describe_latents
@@ -42,7 +42,6 @@ config = configure(globals())
 
 if not data or not autoencoder:
     raise UserError("give --data=NAME of an image set and --autoencoder=PATH of its weights")
-rank = get_dist()[0]
 device = init_device(device_type)
 source = open_dataset(data)
 encoder = open_autoencoder(autoencoder).to(device)
@@ -100,8 +99,8 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
     return facts
 
 
-with writer if rank == 0 else contextlib.nullcontext():  # only the first rank adds to the set
-    if rank == 0:
+with writer if is_first_rank() else contextlib.nullcontext():  # only the first rank adds to the set
+    if is_first_rank():
         plan = {
             "source": sha256_of(source.path / "meta.json"),
             "autoencoder": encoder.sha256,

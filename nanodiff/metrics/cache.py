@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanodiff.common import get_dist, print0
+from nanodiff.common import is_first_rank, print0
 from nanodiff.data.dataset import Dataset
 from nanodiff.dist import from_first_rank
 from nanodiff.files import reading, writing
@@ -17,7 +17,6 @@ def cached(path: Path, of: list, compute) -> dict[str, torch.Tensor] | None:
 
     Called by all ranks. Only the first rank gets the tensors; on the others compute() may return None.
     """
-    is_first = get_dist()[0] == 0
     hashed = hashlib.sha256()
     for x in of:
         if isinstance(x, Dataset):
@@ -26,7 +25,7 @@ def cached(path: Path, of: list, compute) -> dict[str, torch.Tensor] | None:
             hashed.update(np.ascontiguousarray(x))
     key = hashed.hexdigest()
     found = None
-    if is_first and path.exists():
+    if is_first_rank() and path.exists():
         with reading(path, "is damaged: delete it, and it is computed again"):
             arrays = {**np.load(path)}
             if str(arrays.pop("key")) == key:
@@ -34,7 +33,7 @@ def cached(path: Path, of: list, compute) -> dict[str, torch.Tensor] | None:
     if from_first_rank(found is not None):
         return found
     found = compute()
-    if is_first:
+    if is_first_rank():
         try:
             with writing(path) as file:
                 np.savez(file, **found, key=key)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanodiff.common import Progress, UserError, get_dist, make_generator, print0
+from nanodiff.common import Progress, UserError, is_first_rank, make_generator, print0
 from nanodiff.data.dataset import SHAPES
 from nanodiff.device import choose_dtype, host_copy
 from nanodiff.dist import from_first_rank
@@ -179,7 +179,7 @@ def get_classifier(train, val, device) -> Classifier:
     """The classifier for these splits, trained once by the first rank and cached beside them. Called by all ranks."""
 
     def compute():
-        if get_dist()[0] > 0:
+        if not is_first_rank():
             return None
         print0(f"training a classifier on {train.path.name!r}, once, to judge samples ({train.num_images:,} images)")
         return host_copy(train_classifier(train, val, device).state_dict())

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanodiff.common import UserError, at, get_dist, in_batches, make_generator, print0
+from nanodiff.common import UserError, at, in_batches, is_first_rank, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.dist import from_first_rank, gather_batches, over_ranks
 from nanodiff.files import reading
@@ -90,7 +90,7 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
 
     rows = gather_batches(compute, batches, label)
     mu, sigma = mean_and_covariance(over_ranks(sums))
-    if get_dist()[0] > 0:
+    if not is_first_rank():
         return None
     some, logits = map(torch.cat, zip(*rows))
     shuffled = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice, too

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanodiff.common import UserError, base_dir, get_dist
+from nanodiff.common import UserError, base_dir, is_first_rank
 from nanodiff.dist import wait_for_first_rank
 from nanodiff.files import download, load_tensors, sha256_of
 from nanodiff.metrics.network import Network
@@ -113,7 +113,7 @@ class Mixed(nn.Module):
 def load_inception(path: str, device) -> Inception:
     """The network with the weights in `path`; "" = downloaded once. Called by all ranks."""
     default = base_dir() / FILE_NAME
-    if not path and get_dist()[0] == 0 and not default.exists():
+    if not path and is_first_rank() and not default.exists():
         download(URL, default, NUM_BYTES, SHA256, f"get the file elsewhere and save it as {default}")
     wait_for_first_rank()
     path = Path(path or default)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanodiff.common import UserError, get_dist, print0
+from nanodiff.common import UserError, get_dist, is_first_rank, print0
 from nanodiff.device import environment, host_copy, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks
@@ -162,7 +162,7 @@ class Meter:
 
 def check_wandb(run: str) -> None:
     """Refuse a wandb run that could not log."""
-    if run == "dummy" or get_dist()[0] > 0:
+    if run == "dummy" or not is_first_rank():
         return
     try:
         import wandb
@@ -207,7 +207,7 @@ class RunLog:
         self.run_dir = run_dir
         self.file = None
         self.wandb = None
-        if get_dist()[0] > 0:
+        if not is_first_rank():
             return
         config = described["config"]
         changed = {key: value for key, value in config.defaults.items() if config[key] != value}
