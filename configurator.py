@@ -254,9 +254,9 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None, mod
     try:
         for arg, after in zip(argv, [*argv[1:], "--"]):
             config.given |= read_argument(settings, arg, after)
-        config.update(config.given)
+        config |= config.given
         if inherited:
-            config.update(inherited(config) | config.given)
+            config |= inherited(config) | config.given
         check_used(settings, config)
     except ValueError as error:
         if is_first:
@@ -265,5 +265,5 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None, mod
     for name, times in Counter(arg.partition("=")[0] for arg in argv).items():
         if times > 1 and is_first:
             print(f"{name} is given {times} times: the last one counts")
-    globals_.update(config)
+    globals_ |= config
     return config
