@@ -74,10 +74,10 @@ def droppable(config: Conditioned) -> list[str]:
 
 def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, Tensor]:
     """Zeros (n, ...) for each condition that a model takes, to try it out."""
-    cond = {}
-    for name, shape in row_shapes(config).items():
-        cond[name] = torch.zeros(n, *shape, dtype=torch.int64 if name == "y" else None, device=device)
-    return cond
+    return {
+        name: torch.zeros(n, *shape, dtype=torch.int64 if name == "y" else None, device=device)
+        for name, shape in row_shapes(config).items()
+    }
 
 
 def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dict[str, Tensor]:
@@ -106,10 +106,9 @@ def null_condition(config: Conditioned, cond: dict) -> dict[str, Tensor]:
     """Null values for the conditions in `cond` that can be dropped: the null class for labels, NaN for floats. No row
     holds NaN, so null differs from every given value.
     """
-    null = {}
-    for name in droppable(config):
-        null[name] = torch.full_like(cond[name], config.num_classes if name == "y" else math.nan)
-    return null
+    return {
+        name: torch.full_like(cond[name], config.num_classes if name == "y" else math.nan) for name in droppable(config)
+    }
 
 
 def null_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,10 +53,10 @@ def to_setting(field: str, value):
 
 def model_settings(model_config: DiTConfig | UNetConfig) -> dict:
     """The settings of base_train that give a model of this shape on the same data."""
-    settings = {"arch": "unet"}
-    for field, setting in setting_fields(type(model_config)).items():
-        settings[setting] = to_setting(field, getattr(model_config, field))
-    return settings
+    return {"arch": "unet"} | {
+        setting: to_setting(field, getattr(model_config, field))
+        for field, setting in setting_fields(type(model_config)).items()
+    }
 
 
 def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig | UNetConfig:
