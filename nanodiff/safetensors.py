@@ -55,7 +55,7 @@ def save_safetensors(
     begin = 0
     for name in names:
         tensor = tensors[name]
-        end = begin + tensor.numel() * tensor.itemsize
+        end = begin + tensor.nbytes
         header[name] = {
             "dtype": CODES[tensor.dtype],
             "shape": list(tensor.shape),
