@@ -223,8 +223,7 @@ def load_run(
     model or pipeline; options may follow it (options.py). For a run, `step` chooses the checkpoint, "newest" or a
     number, and `ema` the weights: a rate, "raw", or "" for the first rate. `lora`: see read.
     """
-    path, told = find(run, step=step, ema=ema)
-    meta, tensors = read(path, told, lora, lora_scale)
+    meta, tensors = read(*find(run, step=step, ema=ema), lora, lora_scale)
     return build(meta, tensors, device)
 
 
