@@ -194,8 +194,7 @@ class Dataset:
         own_names = self.class_names
         if same_order(own_names, known):
             own_names = known
-        names = list(known)
-        names += [name for name in own_names if name not in known]
+        names = list(dict.fromkeys(known + own_names))
         numbers = [names.index(name) for name in own_names]
         other = self.relabelled(numbers or [len(known)])
         other.class_names = names

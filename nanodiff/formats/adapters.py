@@ -82,7 +82,7 @@ def merge(base: dict, tensors: dict, adapters: dict, added: dict, scale: float) 
     lora = adapters["lora"]
     tensors = dict(tensors)
     known = base["data"]["class_names"][: base["model_config"]["num_classes"]]
-    names = known + [name for name in lora["classes"] if name not in known]
+    names = list(dict.fromkeys(known + lora["classes"]))
     "".join(names)  # else they are no texts
     for name, x in added.items():
         if name.endswith(A):
