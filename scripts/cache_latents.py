@@ -101,12 +101,7 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
 
 with writer if is_first_rank() else contextlib.nullcontext():  # only the first rank adds to the set
     if is_first_rank():
-        plan = {
-            "source": sha256_of(source.path / "meta.json"),
-            "autoencoder": encoder.sha256,
-            "flip": flip,
-        }
-        writer.resume(plan)
+        writer.resume({"source": sha256_of(source.path / "meta.json"), "autoencoder": encoder.sha256, "flip": flip})
     verify(source)  # else damaged images would get new, valid hashes
     with collective("the wait for the first rank"):
         wait_for_first_rank()
