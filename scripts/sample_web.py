@@ -27,9 +27,8 @@ import torch.nn.functional as F
 from configurator import check, configure, read_settings
 from nanodiff.common import UserError, print0
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
-from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
-from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_file, shipped
+from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, loaded_of, read_file, shipped
 from nanodiff.models.build import stored_config
 from nanodiff.png import encode_png, make_grid
 from nanodiff.prepare.decode import decode
@@ -78,16 +77,13 @@ def describe_run(path: Path) -> dict:
             meta = load_meta(checkpoints[-1][1])
             emas = [*map(str, meta["ema_rates"]), "raw"]
             weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
-        config = meta["config"]
-        data = meta["data"]
         model = SimpleNamespace(config=stored_config(meta))  # only a model's config is needed here
-        process = make_process(config, data)
-        loaded = Loaded(model, process, config, data, meta["step"], str(path), "", path)
+        loaded = loaded_of(meta | {"path": path, "source": str(path), "ema": ""}, model)
         return {
             "weights": weights,
             "classes": loaded.class_names,
             "is_guided": not loaded.why_unguided,
-            "samplers": [*process.samplers],
+            "samplers": [*loaded.process.samplers],
             "time": path.stat().st_mtime,
         } | settings_for(loaded).named
 

@@ -206,12 +206,16 @@ def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0)
 
 def build(meta: dict, tensors: dict, device) -> Loaded:
     """The model that `meta` describes, with these tensors."""
-    config, data, source = meta["config"], meta["data"], meta["source"]
     model = empty_model(stored_config(meta))
-    load_weights(model, tensors, source, assign=True)
-    model.to(device).eval()
+    load_weights(model, tensors, meta["source"], assign=True)
+    return loaded_of(meta, model.to(device).eval())
+
+
+def loaded_of(meta: dict, model) -> Loaded:
+    """A model, with what its `meta` says of it."""
+    config, data = meta["config"], meta["data"]
     process = make_process(config, data)
-    return Loaded(model, process, config, data, meta["step"], source, meta["ema"], meta["path"])
+    return Loaded(model, process, config, data, meta["step"], meta["source"], meta["ema"], meta["path"])
 
 
 def load_run(
