@@ -56,11 +56,7 @@ def save_safetensors(
     for name in names:
         tensor = tensors[name]
         end = begin + tensor.nbytes
-        header[name] = {
-            "dtype": CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % 64)  # on some CPUs a product's rounding depends on its factors' alignment
