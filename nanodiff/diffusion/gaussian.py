@@ -173,7 +173,7 @@ class GaussianDiffusion:
     def __post_init__(self):
         T = self.num_timesteps
         self.num_outputs = 2 if self.variance.startswith("learned") else 1  # of the network, per channel of x_t
-        self.t_end = 1000.0 if self.rescale_timesteps else float(T)  # the model sees t in [0, t_end)
+        self.t_end = 1000 if self.rescale_timesteps else T  # the model sees t in [0, t_end)
         self.default_steps = T if self.objective == "x_prev" else min(25, T)
         betas = make_betas(self.noise_schedule, T)
         model_t = np.arange(T) * (self.t_end / T)
@@ -301,8 +301,7 @@ class GaussianDiffusion:
 
     def denoise(self, model, x_t, t, **cond):
         """p_mean_variance of the model's output, for sampling and bits/dim: clipped if clip_denoised."""
-        out = self.predict(model, x_t, t, **cond)
-        return self.p_mean_variance(*out, x_t, t, self.clip_denoised)
+        return self.p_mean_variance(*self.predict(model, x_t, t, **cond), x_t, t, self.clip_denoised)
 
     def vb_term(self, p, x0, x_t, t):
         """Term t of the variational bound (Ho et al. eq. 5) in bits/dim (N,): KL, or at t = 0 -log p(x_0 | x_1).
