@@ -109,7 +109,7 @@ class LossSecondMoment(Timesteps):
 
     @collective("the gathering of losses by timestep")
     def update(self, t, losses) -> None:
-        pairs = torch.stack([t.float(), losses.detach().float()])  # (2, ...): one collective; fp32 holds any t
+        pairs = torch.stack([t.float(), losses.float()])  # (2, ...): one collective; fp32 holds any t
         if dist.is_initialized():
             gathered = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]
             dist.all_gather(gathered, pairs)

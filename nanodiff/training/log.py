@@ -25,7 +25,7 @@ from nanodiff.training.checkpoint import go_back, trim_metrics
 def quartile_sums(t, values, weight, process) -> Tensor:
     """(2, 4) fp32: the sums of weight * values (N,) and of weight (N,) in each quarter of the range of t (N,)."""
     quarter = (unit(t, process) * 4).long().clamp(max=3)
-    weighted = torch.stack([weight * values.detach().float(), weight.float()])  # (2, N)
+    weighted = torch.stack([weight * values.detach(), weight])  # (2, N)
     return weighted.new_zeros(2, 4).index_add(1, quarter, weighted)
 
 
