@@ -145,7 +145,7 @@ GIVEN = ("given_channels", "given_scaling")  # keys of second images, whose chan
 
 def describe_conditions(meta: dict) -> dict:
     """A codec's description of the conditions, from a set's meta.json: FACTS, class names, statistics."""
-    class_names = list(meta["class_names"])
+    class_names = meta["class_names"]
     described = {"num_classes": len(class_names), "class_names": class_names}
     described |= {key: meta[key] for key in GIVEN if key in meta}
     for name, (dim, length) in NUMBERS.items():

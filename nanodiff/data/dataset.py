@@ -157,7 +157,7 @@ class Dataset:
         second images among them, "given" (n, C, H, W)."""
         indices = np.asarray(indices, np.int64)
         shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
-        order = np.argsort(indices, kind="stable")  # to read the disk forwards
+        order = np.argsort(indices)  # to read the disk forwards
         stored = None
         for k in np.unique(shard_of):
             shard = self._shard(k)

@@ -327,7 +327,7 @@ class Optimizer:
         known = {f"{key}/{name}" for buffer in self.buffers for key in buffer.state for name in buffer.names} | {"step"}
         for name in sorted(known ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
-        self.steps = int(state["step"])
+        self.steps = state["step"]
         for buffer in self.buffers:
             for key, share in buffer.state.items():
                 share.copy_(buffer.share_of(state, f"{key}/"))
