@@ -318,11 +318,11 @@ class DiT(nn.Module):
         if cfg.vector_dim:
             vectors, is_null = null_rows(vectors)
             vectors = self.vector_embed(vectors) + is_null * self.vector_null  # (N, C) or (N, L, C)
-        if cfg.vector_len:  # tokens before the image's (Bao et al. 2022, arXiv:2209.12152), dropped at the end
-            tokens = vectors.float() + self.vector_position
-            x = torch.cat([tokens.to(stream), x], dim=1)  # (N, L + T, C)
-        elif cfg.vector_dim:
-            c = c + vectors
+            if cfg.vector_len:  # tokens before the image's (Bao et al. 2022, arXiv:2209.12152), dropped at the end
+                tokens = vectors.float() + self.vector_position
+                x = torch.cat([tokens.to(stream), x], dim=1)  # (N, L + T, C)
+            else:
+                c = c + vectors
         c = F.silu(c)  # adaLN's activation, the same in every block
 
         for block in self.blocks:
