@@ -36,7 +36,7 @@ def bell(u, process):
     """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its end value, scaled to mean 1, as in DiffSynth-Studio."""
 
     def height(t):
-        from_middle = unit(t.float(), process) - 0.5
+        from_middle = unit(t, process) - 0.5
         above_end = torch.exp(-2 * from_middle.square()) - math.exp(-0.5)
         return above_end.clamp(min=0)
 
@@ -49,8 +49,7 @@ def bell(u, process):
 def logit_normal(u, process):
     """Sigmoid of N(0, timestep_std^2), shifted: favours the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
     z = process.timestep_std * math.sqrt(2) * torch.erfinv(2 * u - 1)  # the inverse CDF; MPS lacks torch.special.ndtri
-    t = process.shift(torch.sigmoid(z))
-    return t, torch.ones_like(u)
+    return process.shift(torch.sigmoid(z)), torch.ones_like(u)
 
 
 class Timesteps(torch.nn.Module):
