@@ -141,7 +141,7 @@ def lock_file(
     folder is not writable. Then removes the files beside it that match `leftovers`, left by killed holders.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        os.makedirs(path.parent, exist_ok=True)
         file = open(path, "a+")
     except OSError as error:
         raise UserError(f"cannot write to {path.parent}: {error.strerror}; see {hint}") from None
@@ -220,7 +220,7 @@ def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
 def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) -> None:
     """Fetch a published file to `path`, verified. `otherwise`: what to do if that fails."""
     print0(f"downloading {url} ({num_bytes / 1e6:.0f} MB, once)")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    os.makedirs(path.parent, exist_ok=True)
     try:
         with (
             urllib.request.urlopen(url, timeout=60) as response,

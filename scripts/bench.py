@@ -39,7 +39,7 @@ def take_turn(arm: str) -> dict:
         "--eval_every=-1 --sample_every=-1 --save_every=-1"
     )
     data = base_dir() / "data"
-    data.mkdir(parents=True, exist_ok=True)
+    os.makedirs(data, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "data").symlink_to(data)
         arguments = shlex.split(f"{fixed} {shared} {PUBLISHED if arm == 'published' else arm}")
