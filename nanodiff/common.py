@@ -132,8 +132,7 @@ class StackedGenerator:
 
     def randn(self, shape, device="cpu") -> Tensor:
         """(N, ...) standard normal in fp32, N = number of ids."""
-        rows = [torch.randn(shape[1:], generator=g) for g in self.generators]
-        return torch.stack(rows).to(device)
+        return torch.stack([torch.randn(shape[1:], generator=g) for g in self.generators]).to(device)
 
     def randn_like(self, x: Tensor) -> Tensor:
         return self.randn(x.shape, x.device).to(x.dtype)

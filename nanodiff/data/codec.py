@@ -63,8 +63,7 @@ def load_codec(description: dict, device, autoencoder: str = "") -> Pixels:
         return Arrays(description, device)
     from nanodiff.data.latents import Latents, latents_of  # a door
 
-    info = latents_of(description, autoencoder)
-    return Latents(description | {"latents": info}, device, autoencoder)
+    return Latents(description | {"latents": latents_of(description, autoencoder)}, device, autoencoder)
 
 
 def check_same_data(old: dict, new: dict, model_tag: str) -> None:

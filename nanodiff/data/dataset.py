@@ -245,9 +245,7 @@ def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | No
             "cifar10 with --source=cifar10 --name=cifar10"
         )
     dataset = Dataset(path, split)
-    if like:
-        dataset = dataset.seen_by(like)
-    return dataset
+    return dataset.seen_by(like) if like else dataset
 
 
 def make_shapes(name: str) -> None:
@@ -409,7 +407,7 @@ class DatasetWriter:
         if self.folder.exists() and not has_this_plan:
             print0(f"{self.folder} was begun with other images or settings; starting again")
             shutil.rmtree(self.folder)
-        plan_file.parent.mkdir(parents=True, exist_ok=True)
+        os.makedirs(plan_file.parent, exist_ok=True)
         write_json(plan_file, plan)
 
     def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:

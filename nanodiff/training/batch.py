@@ -42,9 +42,8 @@ def memory_line(model, optim, ema, images: int) -> str:
 
 def automatic_batch(model, process, shape: tuple, autocast, share: int) -> int:
     """Images per forward pass for a rank's `share` of the step: on CUDA as many as fit, elsewhere up to 64."""
-    device = next(model.parameters()).device
     sizes = [n for n in range(1, share + 1) if share % n == 0] or [1]
-    if device.type != "cuda":
+    if next(model.parameters()).device.type != "cuda":
         return max(n for n in sizes if n <= 64)
     torch.cuda.set_per_process_memory_fraction(MEMORY_TRIED)
     found = largest_batch(model, process, shape, autocast, sizes)
