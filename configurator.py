@@ -61,6 +61,9 @@ class Setting(NamedTuple):
     only: list[tuple[str, str]]  # ("arch", "=unet|dit"), ("rank", " > 0"): it is used only with these settings
 
 
+Settings = dict[str, Setting]  # by name
+
+
 def satisfies(value, rule: str) -> bool:
     """True if a value of the right type meets any part of a rule."""
     return any(satisfies_part(value, part) for part in re.split(r"\|| or ", rule))
@@ -103,7 +106,7 @@ def cast(kind: type, value):
     return kind(value) if fits else None
 
 
-def check(settings: dict[str, Setting], name: str, value, where: str = ""):
+def check(settings: Settings, name: str, value, where: str = ""):
     """Convert a value, perhaps given as text, to the setting's type. Raises ValueError with the line for the user."""
     if name not in settings:
         near = difflib.get_close_matches(name.replace("-", "_"), settings, cutoff=0)
@@ -126,7 +129,7 @@ class Config(dict):
     given: dict
 
 
-def read_settings(globals_: dict, modules=()) -> dict[str, Setting]:
+def read_settings(globals_: dict, modules=()) -> Settings:
     """The settings of the calling script in file order: its plain assignments up to the call of configure. Then those
     of `modules`, such as models/dit: fields and parameters under "# Only ...", rewritten as assignments."""
     source = Path(globals_["__file__"]).read_text(encoding="utf-8").partition("configure(globals()")[0]
@@ -160,7 +163,7 @@ def read_settings(globals_: dict, modules=()) -> dict[str, Setting]:
     return settings
 
 
-def read_preset(settings: dict[str, Setting], path: str) -> dict:
+def read_preset(settings: Settings, path: str) -> dict:
     """{name: value} of a preset's assignments. Raises ValueError naming the file and the line."""
     values = {}
     try:
@@ -184,7 +187,7 @@ def read_preset(settings: dict[str, Setting], path: str) -> dict:
     return values
 
 
-def read_argument(settings: dict[str, Setting], arg: str, after: str) -> dict:
+def read_argument(settings: Settings, arg: str, after: str) -> dict:
     """{name: value} of one command-line argument; `after`: the next argument. --name alone is --name=True."""
     if arg.startswith("--"):
         name, equals, text = arg[2:].partition("=")
@@ -196,7 +199,7 @@ def read_argument(settings: dict[str, Setting], arg: str, after: str) -> dict:
     raise ValueError(f"argument {arg!r} is not accepted; accepted: --key=value, or a preset that ends in .py")
 
 
-def check_used(settings: dict[str, Setting], config: Config) -> None:
+def check_used(settings: Settings, config: Config) -> None:
     """Raise ValueError for a given setting that does nothing with the others; an inherited one is reset."""
     for name, setting in settings.items():
         for key, rule in setting.only:
@@ -208,7 +211,7 @@ def check_used(settings: dict[str, Setting], config: Config) -> None:
             config[name] = setting.default
 
 
-def help_text(settings: dict[str, Setting], globals_: dict, whole: bool) -> str:
+def help_text(settings: Settings, globals_: dict, whole: bool) -> str:
     """Usage, the first two paragraphs of the docstring, then the settings, as wide as the terminal."""
     script = globals_["__file__"]
     if globals_.get("__spec__"):
