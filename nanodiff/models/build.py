@@ -13,6 +13,7 @@ from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
 
+ModelConfig = DiTConfig | UNetConfig
 # Fields of a model's config that the data decide, and fields that follow from others. The rest have a setting
 FROM_DATA = ("image_size", "in_channels", "out_channels", *FACTS)
 DERIVED = ("mlp_ratio", "channel_mult", "null_class", "flow_map")
@@ -51,7 +52,7 @@ def to_setting(field: str, value):
     return value
 
 
-def model_settings(model_config: DiTConfig | UNetConfig) -> dict:
+def model_settings(model_config: ModelConfig) -> dict:
     """The settings of base_train that give a model of this shape on the same data."""
     return {"arch": "unet"} | {
         setting: to_setting(field, getattr(model_config, field))
@@ -59,7 +60,7 @@ def model_settings(model_config: DiTConfig | UNetConfig) -> dict:
     }
 
 
-def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig | UNetConfig:
+def make_model_config(config: dict, facts: dict, out_channels: int) -> ModelConfig:
     """The shape that the settings `config` ask for. `facts`: a codec's description of the data."""
     low_res = config["low_res_size"]
     if low_res >= facts["resolution"]:
@@ -100,7 +101,7 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
     return model_config
 
 
-def stored_config(meta: dict) -> DiTConfig | UNetConfig:
+def stored_config(meta: dict) -> ModelConfig:
     """The model's config in a checkpoint's meta."""
     kind = UNetConfig if meta["arch"] == "unet" else DiTConfig
     fields = meta["model_config"] | {"checkpointing": False}
@@ -110,14 +111,14 @@ def stored_config(meta: dict) -> DiTConfig | UNetConfig:
     return kind(**fields)
 
 
-def empty_model(model_config: DiTConfig | UNetConfig) -> nn.Module:
+def empty_model(model_config: ModelConfig) -> nn.Module:
     """The backbone on "meta": shapes without memory."""
     kind = UNet if isinstance(model_config, UNetConfig) else DiT
     with torch.device("meta"):
         return kind(model_config)
 
 
-def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> nn.Module:
+def build_model(model_config: ModelConfig, device, seed: int) -> nn.Module:
     """The backbone on `device`, initialised from `seed`."""
     model = empty_model(model_config).to_empty(device=device)
     model.init_weights(torch.Generator().manual_seed(seed))
