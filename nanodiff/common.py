@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Tensors = dict[str, Tensor]  # by name
+
 
 class UserError(ValueError):
     """Bad input: says which value was given and which are accepted. Any function may raise it.

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanodiff.common import UserError
+from nanodiff.common import Tensors, UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a model takes
@@ -72,7 +72,7 @@ def droppable(config: Conditioned) -> list[str]:
     return [name for name in row_shapes(config) if name != "low_res" or config.given_channels]
 
 
-def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, Tensor]:
+def some_conditions(config: Conditioned, n: int, device="cpu") -> Tensors:
     """Zeros (n, ...) for each condition that a model takes, to try it out."""
     return {
         name: torch.zeros(n, *shape, dtype=torch.int64 if name == "y" else None, device=device)
@@ -80,7 +80,7 @@ def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, Tens
     }
 
 
-def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dict[str, Tensor]:
+def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> Tensors:
     """The model's inputs beside x_t and t: the `given` conditions that it takes and those made from x0; null where
     `dropped` (N,) is True."""
     rows = given | made_from(x0, config)
@@ -92,7 +92,7 @@ def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dic
     return cond
 
 
-def made_from(x0, config: Conditioned) -> dict[str, Tensor]:
+def made_from(x0, config: Conditioned) -> Tensors:
     """The conditions that are made from x0 (N, C, H, W)."""
     if not config.low_res:
         return {}
@@ -102,7 +102,7 @@ def made_from(x0, config: Conditioned) -> dict[str, Tensor]:
     return {"low_res": small.to(x0.device)}
 
 
-def null_condition(config: Conditioned, cond: dict) -> dict[str, Tensor]:
+def null_condition(config: Conditioned, cond: dict) -> Tensors:
     """Null values for the conditions in `cond` that can be dropped: the null class for labels, NaN for floats. No row
     holds NaN, so null differs from every given value.
     """

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanodiff.common import Tensors
 from nanodiff.files import load_tensors, reading, writing
 
 DTYPES = {
@@ -40,7 +41,7 @@ def as_bytes(tensor: Tensor) -> np.ndarray:
 
 
 def save_safetensors(
-    tensors: dict[str, Tensor],
+    tensors: Tensors,
     path: str | Path,
     metadata: dict[str, str] | None = None,
     manifest: dict | None = None,
@@ -67,7 +68,7 @@ def save_safetensors(
             file.write(as_bytes(tensors[name]))
 
 
-def load_safetensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def load_safetensors(path: str | Path) -> tuple[Tensors, dict[str, str]]:
     """(tensors, metadata). The tensors are CPU views of a private memory map: unused tensors cost nothing."""
     tensors = {}
     with reading(path, "is no intact .safetensors file"), open(path, "rb") as file:

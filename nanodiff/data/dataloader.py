@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanodiff.common import Tensors
+
 AHEAD = 4  # batches that the thread reads ahead
 ROUNDS = 8  # of shuffled(); with 3 or more, positions and pairs are as frequent as in random orders
 
@@ -81,7 +83,7 @@ class DataLoader:
         for _ in range(AHEAD):
             self._read_ahead()
 
-    def __next__(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def __next__(self) -> tuple[Tensor, Tensors]:
         start = time.perf_counter()
         rows = self._ahead[0].result()  # an error stays there, for later calls
         self.data_wait = time.perf_counter() - start
@@ -133,7 +135,7 @@ class DataLoader:
     def _read_ahead(self) -> None:
         self._ahead.append(self._thread.submit(self._read, next(self._numbers)))
 
-    def _read(self, number: int) -> dict[str, Tensor]:
+    def _read(self, number: int) -> Tensors:
         """The thread's work: "images" and conditions of a micro-step on the CPU."""
         step, micro_step = divmod(number, self._micro_steps)
         images, rows = self.dataset.rows(self.indices(step, micro_step))

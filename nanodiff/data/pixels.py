@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanodiff.common import UserError
+from nanodiff.common import Tensors, UserError
 from nanodiff.conditions import FACTS, NUMBERS
 
 
@@ -19,7 +19,7 @@ def to_model_range(images: Tensor, flip: Tensor | None = None) -> Tensor:
     return torch.where(flip, x.flip(3), x)
 
 
-def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, Tensor]:
+def from_stored(rows: dict, description: dict, flip=None, device=None) -> Tensors:
     """Stored rows, arrays or tensors -> what models take.
 
     NUMBERS become fp32 with mean 0 and deviation 1 in each dimension, by the description of the model's data; the

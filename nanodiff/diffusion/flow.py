@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from nanodiff.common import Tensors
 from nanodiff.conditions import null_condition
 
 # How a network sees t
@@ -125,7 +126,7 @@ class FlowMatching:
         low, high = self.cfg_interval
         return per_image((low <= t) & (t <= high))
 
-    def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
+    def losses(self, model, x0, t, noise, cond, draw=None) -> Tensors:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,).
 
         `draw`: random numbers for flow maps, passed only in training; here only its presence matters.

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from nanodiff.common import UserError, print0
+from nanodiff.common import Tensors, UserError, print0
 from nanodiff.conditions import null_condition
 from nanodiff.diffusion import flow
 from nanodiff.diffusion.flow import MIN_T, FlowMatching, per_image
@@ -76,7 +76,7 @@ class FlowMap(FlowMatching):
             v = v * per_image(MIN_T / t.clamp(0.01, MIN_T))
         return v
 
-    def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
+    def losses(self, model, x0, t, noise, cond, draw=None) -> Tensors:
         """{"loss": (N,), "t": (N,)}: the loss of u, and the t at which the jumps begin. Without `draw` (in validation),
         the plain loss of v. draw(like) returns numbers uniform in [0, 1), a row per image."""
         if draw is None:

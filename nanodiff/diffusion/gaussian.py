@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanodiff.common import UserError
+from nanodiff.common import Tensors, UserError
 
 
 def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
@@ -313,7 +313,7 @@ class GaussianDiffusion:
         nll = -discretized_gaussian_log_likelihood(x0, mean, log_variance)
         return torch.where(t == 0, mean_flat(nll), mean_flat(kl)) / math.log(2)
 
-    def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, Tensor]:
+    def losses(self, model, x0, t, noise, cond, draw=None) -> Tensors:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
 
         kl: term t of the bound. rescaled_kl: T times kl, whose mean over t is the whole bound. mse: the squared error
@@ -338,7 +338,7 @@ class GaussianDiffusion:
         return {"loss": mse + vb, "mse": mse, "vb": vb}
 
     @torch.no_grad()
-    def bits_per_dim(self, model, x0, cond, generator) -> dict[str, Tensor]:
+    def bits_per_dim(self, model, x0, cond, generator) -> Tensors:
         """The variational bound on -log2 p(x0) per dimension, for 8-bit pixels x0 in [-1, 1]; T evaluations.
 
         total_bpd and prior_bpd are (N,); vb, xstart_mse and mse (the error of eps) are (N, T), t = T-1 first.

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanodiff.common import UserError, base_dir
+from nanodiff.common import Tensors, UserError, base_dir
 from nanodiff.safetensors import as_bytes, described, save_safetensors
 
 # peft's names: prefix, module, suffix
@@ -21,7 +21,7 @@ B = ".lora_B.weight"
 ROWS = ".token_adapter.trainable_tokens_delta"
 
 
-def fingerprint(tensors: dict[str, Tensor]) -> str:
+def fingerprint(tensors: Tensors) -> str:
     """SHA-256 of names, shapes, dtypes and values."""
     digest = hashlib.sha256()
     for name, x in sorted(tensors.items()):

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanodiff.common import is_first_rank, print0
+from nanodiff.common import Tensors, is_first_rank, print0
 from nanodiff.data.dataset import Dataset
 from nanodiff.dist import from_first_rank
 from nanodiff.files import reading, writing
 
 
-def cached(path: Path, of: list, compute) -> dict[str, torch.Tensor] | None:
+def cached(path: Path, of: list, compute) -> Tensors | None:
     """What compute() returns, {name: tensor}, cached at `path` under a hash of `of` (data sets, arrays, bytes).
 
     Called by all ranks. Only the first rank gets the tensors; on the others compute() may return None.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanodiff.common import Progress, UserError, is_first_rank, make_generator, print0
+from nanodiff.common import Progress, Tensors, UserError, is_first_rank, make_generator, print0
 from nanodiff.data.dataset import SHAPES
 from nanodiff.device import choose_dtype, host_copy
 from nanodiff.dist import from_first_rank
@@ -158,7 +158,7 @@ def load_images(dataset, resolution: int, seed: int = 0):
     return torch.cat(parts), torch.as_tensor(dataset.labels(chosen))
 
 
-def with_weights(tensors: dict[str, Tensor], resolution: int, device) -> Classifier:
+def with_weights(tensors: Tensors, resolution: int, device) -> Classifier:
     """A classifier with the weights of a state dict, for images of `resolution`."""
     num_classes = len(tensors.get("head.bias", ()))
     classifier = Classifier(tensors["trunk.0.0.weight"].shape[1], resolution, num_classes)

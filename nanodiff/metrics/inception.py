@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanodiff.common import UserError, base_dir, is_first_rank
+from nanodiff.common import Tensors, UserError, base_dir, is_first_rank
 from nanodiff.dist import wait_for_first_rank
 from nanodiff.files import download, load_tensors, sha256_of
 from nanodiff.metrics.network import Network
@@ -29,7 +29,7 @@ class Inception(Network):
     title = "Inception-v3 of 2015, pytorch-fid's weights"
     num_features = 2048
 
-    def __init__(self, weights: dict[str, Tensor]):
+    def __init__(self, weights: Tensors):
         """`weights`: from the published file; their names and shapes give each block's layers."""
         super().__init__()
         # In the order of the forward pass

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanodiff.common import UserError, at
+from nanodiff.common import Tensors, UserError, at
 from nanodiff.files import reading, sha256_of
 from nanodiff.models.unet import conv3, named
 from nanodiff.safetensors import read_tensors
@@ -287,7 +287,7 @@ def find_weights(path: Path) -> dict[str, Path]:
     raise UserError(f"{path}: expected one weight file or one pair of encoder and decoder, found {names}")
 
 
-def rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def rename(weights: Tensors) -> Tensors:
     """Copy weights of any published layout, in fp32, under the names above; drop other networks' weights."""
     levels_up = {name.split("decoder.up.")[1][0] for name in weights if "decoder.up." in name}
     finest = len(levels_up) - 1
@@ -304,7 +304,7 @@ def rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def build(weights: dict[str, Tensor], groups: int) -> Autoencoder:
+def build(weights: Tensors, groups: int) -> Autoencoder:
     """An autoencoder whose shape is read off the weights."""
     if "encoder.0.weight" in weights:
         return TinyAutoencoder(weights["decoder.0.weight"].shape[1], any(".pool." in name for name in weights))

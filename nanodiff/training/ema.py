@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nanodiff.common import UserError
+from nanodiff.common import Tensors, UserError
 from nanodiff.device import host_copy
 from nanodiff.dist import collective
 from nanodiff.training.shard import Optimizer
@@ -78,7 +78,7 @@ class EMA:
                 buffer.flat.copy_(flat)
 
     @collective("the all-gather of the averaged weights")
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+    def state_dict(self) -> dict[str, Tensors]:
         """A collective: {"ema_0.999": {name: average, on the CPU}}; complete only on rank 0."""
         state = {}
         for rate, averages in self.averages.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanodiff.common import UserError, get_dist, is_first_rank, print0
+from nanodiff.common import Tensors, UserError, get_dist, is_first_rank, print0
 from nanodiff.device import environment, host_copy, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks
@@ -70,7 +70,7 @@ class Meter:
         self.step_start = time.perf_counter()
         self.step_data_seconds = 0.0
 
-    def add(self, t, weight, terms: dict[str, Tensor], data_seconds: float) -> None:
+    def add(self, t, weight, terms: Tensors, data_seconds: float) -> None:
         """Add a micro-batch: its t (unless the terms have their own), weights and loss terms, (B,) each, and how long
         it waited for the loader."""
         t = terms.pop("t", t)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanodiff.common import UserError, get_dist
+from nanodiff.common import Tensors, UserError, get_dist
 from nanodiff.device import host_copy, to_host
 from nanodiff.dist import collective
 from nanodiff.training.optim import BLOCKS, AdamW, Muon
@@ -161,14 +161,14 @@ class Buffer:
         self.all_gather(full, share).wait()
         return full
 
-    def named(self, share: Tensor, prefix: str = "") -> dict[str, Tensor]:
+    def named(self, share: Tensor, prefix: str = "") -> Tensors:
         """A collective: {prefix + name: part} of every rank's `share`, copied to the CPU; empty except on rank 0."""
         full = self.gathered(share)
         if self.mine.start > 0:
             return {}
         return host_copy({prefix + name: view for name, view in zip(self.names, self.views(full))})
 
-    def share_of(self, named: dict[str, Tensor], prefix: str = "") -> Tensor:
+    def share_of(self, named: Tensors, prefix: str = "") -> Tensor:
         """The inverse of `named`: this rank's share."""
         full = torch.zeros_like(self.flat)
         for name, view in zip(self.names, self.views(full)):
