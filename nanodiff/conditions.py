@@ -168,10 +168,7 @@ def to_stored(name: str, rows, meta: dict) -> np.ndarray:
         stored = np.asarray(rows).astype(np.float16)
     if not np.isfinite(stored).all():
         raise UserError(f"{name} hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
-    shape = {"dim": stored.shape[-1], "len": 0}
-    if stored.ndim == 3:
-        shape["len"] = stored.shape[1]
-    meta.setdefault(name, shape)
+    meta.setdefault(name, {"dim": stored.shape[-1], "len": stored.shape[1] if stored.ndim == 3 else 0})
     return stored
 
 
