@@ -287,7 +287,7 @@ def best(run: Run) -> dict:
 def versions(run: Run) -> dict[str, dict]:
     """{heading: config.json as one level}: a column for the run's start, and one per resume that changed settings."""
     facts = {key: value for key, value in run.facts.items() if key not in ("config", "changed_from", "changes")}
-    facts = flat(run.facts["config"]) | flat(facts)
+    facts = run.facts["config"] | flat(facts)
     columns = {run.name: facts}
     for change in run.facts["changes"]:
         facts = facts | flat(change | {"config": {}}) | change["config"]
