@@ -16,11 +16,14 @@ MAX_PIXELS = 2**27  # at 8 bytes each: 20 KB of a PNG may hold 1.4 GB
 FORMATS = "JPEG PNG WEBP BMP GIF TIFF PPM".split()  # decoded by Pillow itself; EPS would start Ghostscript
 
 
+Payload = str | bytes | np.ndarray  # path or content of a file; (H, W, C) uint8, or fp16 in [-1, 1]
+
+
 class Item(NamedTuple):
     """An image of a source."""
 
     name: str
-    payload: str | bytes | np.ndarray  # path or content of a file; (H, W, C) uint8, or fp16 in [-1, 1]
+    payload: Payload
     label: int
     is_val: bool
     rows: dict[str, int] = {}  # noqa: RUF012 (never changed): name of a condition -> row of the source's `arrays`
@@ -61,7 +64,7 @@ def orientation(image) -> int:
         return 1
 
 
-def aspect_ratio(payload: str | bytes | np.ndarray) -> float:
+def aspect_ratio(payload: Payload) -> float:
     """Width / height of an image as it is displayed, from a file's header alone; NaN if it is unreadable."""
     if isinstance(payload, np.ndarray):
         return payload.shape[1] / payload.shape[0]
@@ -130,7 +133,7 @@ def to_rgb(image, ground: str = "white"):
     return image.convert("RGB")
 
 
-def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, int]:
+def decode(payload: Payload, sizes: list) -> tuple[np.ndarray, int]:
     """-> (C, H, W) uint8, or fp16 for an fp16 array, and the image's shorter side before scaling.
 
     C = 3 for files. The image is cropped to the size (H, W) in `sizes` nearest in shape; without sizes it keeps its
