@@ -270,12 +270,10 @@ class ModelSamples:
                 shape = self.shape_of(part[0])
                 image = self.inputs[name](part, shape)
                 if name == "low_res":  # made from x0, so the codec shows it
-                    enlarged = F.interpolate(image, shape[1:])
-                    pictures += self.codec.to_pixels(enlarged)
+                    pictures += self.codec.to_pixels(F.interpolate(image, shape[1:]))
                 else:
                     sides = [side * self.codec.downsample for side in shape[1:]]
-                    enlarged = F.interpolate(image, sides)
-                    pictures += to_uint8(visible(enlarged)).cpu()
+                    pictures += to_uint8(visible(F.interpolate(image, sides))).cpu()
         return pictures
 
 

@@ -192,8 +192,7 @@ def start_from(samples, images: np.ndarray, where: str, strength: float, mask: s
         pixels = read_mask(mask, codec.image_size)
         described["mask"] = with_hash(mask, pixels)
         whites = torch.from_numpy(pixels).float()[None, None]  # (1, 1, H, W)
-        share = F.interpolate(whites, size=codec.shape[1:], mode="area")
-        is_known = share == 1  # a latent is known where all its pixels are
+        is_known = F.interpolate(whites, codec.shape[1:], mode="area") == 1  # a latent, where all its pixels are
         if not is_known.any():
             raise UserError(f"mask={mask!r} keeps nothing: no part of the {codec.image_size} pixels used is white")
     samples.given = Known(torch.tensor(images), strength, is_known, described)
