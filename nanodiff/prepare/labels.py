@@ -79,7 +79,7 @@ def read_table(table: dict, payload: str | bytes, where: str, options, folder: s
             rows = [json.loads(line or "{}") for line in text.split("\n")]
         else:
             rows = json.loads(text)
-            if isinstance(rows, dict) and "labels" in rows:
+            if "labels" in rows:
                 rows = [{"file": file, "label": label} for file, label in rows["labels"] or []]
             elif isinstance(rows, dict):
                 rows = [{"file": file, **row} for file, row in rows.items()]
