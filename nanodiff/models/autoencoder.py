@@ -65,9 +65,7 @@ class ResnetBlock(nn.Module):
         super().__init__()
         self.layer1 = layer(c_in, c_out, groups)
         self.layer2 = layer(c_out, c_out, groups)
-        self.shortcut = nn.Identity()
-        if c_in != c_out:
-            self.shortcut = nn.Conv2d(c_in, c_out, 1)
+        self.shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x):
         return self.shortcut(x) + self.layer2(self.layer1(x))

@@ -124,9 +124,7 @@ class ResBlock(nn.Module):
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb, 2 * cout if self.scale_shift else cout))
         last = conv3(cout, cout)  # zero at init, so a block starts as its skip
         self.out_layers = nn.Sequential(GroupNorm(cout), nn.SiLU(), nn.Dropout(config.dropout), last)
-        self.skip_connection = nn.Identity()
-        if cin != cout:
-            self.skip_connection = nn.Conv2d(cin, cout, 1)
+        self.skip_connection = nn.Conv2d(cin, cout, 1) if cin != cout else nn.Identity()
 
     def forward(self, x, emb):  # (N, cin, H, W), (N, 4 * model_channels) -> (N, cout, H, W)
         h = self.in_layers(x)

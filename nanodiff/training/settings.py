@@ -36,9 +36,7 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
         is_same_horizon = key == "num_iterations" and (value == 0 or was == -1)
         if value != was and not is_same_horizon:
             changed[key] = f"{key}={value!r} (was {was!r})"
-    free = FREE
-    if learns_guidance(config):
-        free = FREE - {"cfg_scale", "cfg_interval"}
+    free = FREE - {"cfg_scale", "cfg_interval"} if learns_guidance(config) else FREE
     fixed = [text for key, text in changed.items() if key not in free | RATES]
     if fixed:
         raise UserError(f"{tag} was trained with other settings: {', '.join(fixed)}; use another model_tag")
