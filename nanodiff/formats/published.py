@@ -137,8 +137,7 @@ def from_diffusers(state_dict: dict, sample_size: int, patch_size: int, num_atte
         if not torch.equal(value, theirs.setdefault(name, value)):
             raise ValueError(f"{name} differs between blocks; accepted: copies of one")
     ours = to_ours(theirs, DIFFUSERS)
-    queries = [name for name in ours if ".attn1.to_q." in name]
-    for name in queries:
+    for name in [name for name in ours if ".attn1.to_q." in name]:
         matrices = [ours.pop(name.replace("to_q", f"to_{part}")) for part in "qkv"]
         ours[name.replace("attn1.to_q", "qkv")] = torch.cat(matrices)
     print0(
@@ -279,9 +278,7 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
             config["rescale_timesteps"] = not num_classes
     if form != "sit":
         config["gaussian_loss"] = "mse"
-        config["variance"] = "fixed_large"
-        if model_config.out_channels == 2 * channels:
-            config["variance"] = "learned_range"
+        config["variance"] = "learned_range" if model_config.out_channels == 2 * channels else "fixed_large"
     config |= {"objective": "eps", "low_res_size": model_config.low_res} | told
     fields = dataclasses.asdict(model_config)
     settings = config | fields | model_settings(model_config)
