@@ -141,8 +141,8 @@ class Meter:
         found = {"train/loss": float(total[0]) / self.num_images}
         for name, sums in self.sums.items():
             weighted, weights = over_ranks(sums.cpu().double())
-            for i in range(4):
-                found[f"train/{name}_q{i}"] = float(weighted[i] / weights[i])  # NaN without images
+            for i, mean in enumerate((weighted / weights).tolist()):  # NaN without images
+                found[f"train/{name}_q{i}"] = mean
         return found
 
     def console(self, line: dict, num_iterations: int) -> str:

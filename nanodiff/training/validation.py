@@ -39,8 +39,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     chosen = val_set.spread(n)
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     plain = process if process.is_gaussian else FlowMatching()
-    law = make_timesteps("uniform" if t_range else "auto", plain, *t_range)
-    t_of, _ = law.sample(u)  # (n,), in the order of `chosen`
+    t_of, _ = make_timesteps("uniform" if t_range else "auto", plain, *t_range).sample(u)  # (n,), as `chosen`
     sums = torch.zeros(2, 4, dtype=torch.float64)
     for ids in rank_batches(shared_batches(val_set, n, batch_size)):
         x0, cond, generator = held_out(model, val_set, codec, ids)
