@@ -206,8 +206,9 @@ def check_used(settings: Settings, config: Config) -> None:
             if config[name] == setting.default or satisfies(config[key], rule.lstrip("= ")):
                 continue
             if name in config.given:
-                used = f"only {key}{rule} uses it, and {key}={config[key]!r}"
-                raise ValueError(f"{name}={config[name]!r} would do nothing: {used}")
+                raise ValueError(
+                    f"{name}={config[name]!r} would do nothing: only {key}{rule} uses it, and {key}={config[key]!r}"
+                )
             config[name] = setting.default
 
 

@@ -198,8 +198,10 @@ def read_json(path: Path) -> dict:
 def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
     """Why a checkpoint is corrupt, or "" if every file has the manifest's size and hash."""
     if (checkpoint / "model.pt").exists():
-        how = f"python -m runs.convert.earlier {shlex.quote(str(checkpoint.parents[1]))}"
-        raise UserError(f"{checkpoint} was written by an earlier version; convert it: {how}")
+        raise UserError(
+            f"{checkpoint} was written by an earlier version; "
+            f"convert it: python -m runs.convert.earlier {shlex.quote(str(checkpoint.parents[1]))}"
+        )
     try:
         manifest = read_json(checkpoint / "manifest.json")
         if "model.safetensors" not in manifest:

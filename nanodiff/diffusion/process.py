@@ -34,8 +34,9 @@ def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) ->
     if sampler == "auto":
         sampler = process.default_sampler
     if sampler not in process.samplers:
-        accepted = ", ".join(process.samplers)
-        raise UserError(f"sampler={sampler!r} is not a sampler of {process.kind}; accepted: auto, {accepted}")
+        raise UserError(
+            f"sampler={sampler!r} is not a sampler of {process.kind}; accepted: auto, {', '.join(process.samplers)}"
+        )
     if eta and sampler != "ddim":
         raise UserError(f"eta={eta} with sampler={sampler}; accepted: 0, as only ddim takes another eta")
     if process.is_gaussian:

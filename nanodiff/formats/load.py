@@ -173,8 +173,9 @@ def read_file(path: Path, told: dict):
         data = meta["data"]
         objective = meta["config"]["objective"]
         if objective not in OBJECTIVES:
-            known = ", ".join(OBJECTIVES)
-            raise UserError(f"{meta['source']} was trained with objective={objective!r}; known: {known}")
+            raise UserError(
+                f"{meta['source']} was trained with objective={objective!r}; known: {', '.join(OBJECTIVES)}"
+            )
         make_process(meta["config"], data)
         model_config = empty_model(stored_config(meta)).config
         if Pixels(data).shape[:2] != (model_config.in_channels, model_config.image_size):

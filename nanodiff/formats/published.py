@@ -254,8 +254,10 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
         form = "meta"
         is_repa = "projectors.0.0.weight" in tensors
         if "objective" not in told and (is_repa or SIT.search(str(path.absolute()))):
-            accepted = "objective=flow (SiT, REPA), objective=eps (DiT)"
-            raise UserError(f"{path} does not say what it predicts: {path.name},objective=...; accepted: {accepted}")
+            raise UserError(
+                f"{path} does not say what it predicts: {path.name},objective=...; "
+                "accepted: objective=flow (SiT, REPA), objective=eps (DiT)"
+            )
         if told.get("objective") == "flow":
             form = "sit"
             config = {"time_input": "t" if is_repa else "1-t", "timesteps": "uniform", "label_drop": 0.1}

@@ -43,8 +43,9 @@ class UNetConfig(Conditioned):
 
     def __post_init__(self):
         if self.image_size < 1 or self.image_size % self.side_unit:
-            accepted = f"a multiple of {self.side_unit}, by channel_mult's length"
-            raise UserError(f"image_size={self.image_size}; accepted: {accepted}")
+            raise UserError(
+                f"image_size={self.image_size}; accepted: a multiple of {self.side_unit}, by channel_mult's length"
+            )
         widths = [self.model_channels * m for m in self.channel_mult]
         for heads in (self.num_heads, self.num_heads_upsample or self.num_heads):
             if heads < 1 or any(width % heads for width in widths):

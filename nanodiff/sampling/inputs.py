@@ -83,8 +83,10 @@ def read_low_res(where: str, samples) -> Inputs:
     images = decoded_items("low_res", where, items, [])
     shapes = [(config.in_channels, side, side) for side in (config.low_res, config.image_size)]
     if images.shape[1:] not in shapes or codec.description["kind"] != "images":
-        accepted = f"(channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
-        raise UserError(f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}")
+        raise UserError(
+            f"low_res={where!r} holds images {images.shape[1:]}; "
+            f"accepted: (channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
+        )
 
     def read(rows, shape):
         if shape[1] != shape[2]:
@@ -121,8 +123,10 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
         return Source(1, [], [Item(path.name, str(path), 0, False)])
     kind = "folder" if path.is_dir() else path.suffix[1:]
     if kind not in ("folder", "npz", "npy") or not path.exists():
-        accepted = "an .npz file, a folder of images, an .npy, an image file"
-        raise UserError(f"{setting}={where!r} is not there or is none of these: {accepted}")
+        raise UserError(
+            f"{setting}={where!r} is not there or is none of these: "
+            "an .npz file, a folder of images, an .npy, an image file"
+        )
     source = open_source(kind, str(path), Options(val_fraction=0, range=range))
     if "range" in source.meta and not range:
         raise UserError(f"{setting}={where!r} holds {source.meta['dtype']}; accepted: uint8")
@@ -184,8 +188,9 @@ def start_from(samples, images: np.ndarray, where: str, strength: float, mask: s
     """Let ModelSamples start from images, read from `where`, and keep the white parts of the file `mask`."""
     codec = samples.codec
     if images.shape[1:] != samples.shape:
-        accepted = f"(channels, height, width) {images.shape[1:]}; accepted: {samples.shape}"
-        raise UserError(f"from_images={where!r}: {accepted}")
+        raise UserError(
+            f"from_images={where!r}: (channels, height, width) {images.shape[1:]}; accepted: {samples.shape}"
+        )
     described = {"from_images": with_hash(where, images), "strength": strength}
     is_known = torch.zeros(1, 1, *codec.shape[1:], dtype=torch.bool)
     if mask:

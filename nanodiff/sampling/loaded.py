@@ -50,8 +50,9 @@ def parse_size(size: str, config, codec) -> tuple[int, int, int] | None:
     texts = size.replace(",", "x").split("x")
     sides = [int(text) if text.isdecimal() else 0 for text in texts]
     if len(sides) > 2 or any(side not in allowed for side in sides):
-        accepted = f"HEIGHTxWIDTH or SIDE in pixels, multiples of {unit} up to {largest:,}"
-        raise UserError(f"size={size!r}; accepted: {accepted}")
+        raise UserError(
+            f"size={size!r}; accepted: HEIGHTxWIDTH or SIDE in pixels, multiples of {unit} up to {largest:,}"
+        )
     shape = (codec.shape[0], sides[0] // pixels, sides[-1] // pixels)
     if shape not in codec.shapes and config.second_channels:
         accepted = ", ".join(f"{height * pixels}x{width * pixels}" for _, height, width in codec.shapes)

@@ -70,5 +70,7 @@ def refuse_useless(config, description: dict, conditions: list[str], is_resumed)
         raise UserError("warmup_ratio and warmdown_ratio are parts of one run; accepted: a sum up to 1")
     can_learn = conditions and config["label_drop"] > 0 and config["cfg_scale"] > 1
     if config["guided_from"] < 1 and not can_learn:
-        needs = "classes, vectors or second images, label_drop > 0 and cfg_scale > 1"
-        raise UserError(f"guided_from={config['guided_from']} needs {needs}; accepted: 1")
+        raise UserError(
+            f"guided_from={config['guided_from']} needs classes, vectors or second images, label_drop > 0 and "
+            "cfg_scale > 1; accepted: 1"
+        )
