@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]  # by name
+Batches = list[np.ndarray]  # numbers of images, (n,) each
 
 
 class UserError(ValueError):
@@ -196,5 +197,5 @@ class Progress:
             print(text, end="", file=sys.stderr, flush=True)
 
 
-def in_batches(ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
+def in_batches(ids: np.ndarray, batch_size: int) -> Batches:
     return np.split(ids, range(batch_size, len(ids), batch_size))

@@ -10,11 +10,10 @@ import sys
 import time
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import LostRank, Progress, UserError, excepthook, get_dist, is_first_rank
+from nanodiff.common import Batches, LostRank, Progress, UserError, excepthook, get_dist, is_first_rank
 
 
 @contextlib.contextmanager
@@ -132,13 +131,13 @@ class StopSignal:
         return int(over_ranks(self.received, dist.ReduceOp.MAX, "the agreement to stop"))
 
 
-def rank_batches(batches: list[np.ndarray]) -> list[np.ndarray]:
+def rank_batches(batches: Batches) -> Batches:
     """This rank's batches: every world-th, from its own number on."""
     rank, _, world = get_dist()
     return batches[rank::world]
 
 
-def gather_batches(compute, batches: list[np.ndarray], label: str) -> list:
+def gather_batches(compute, batches: Batches, label: str) -> list:
     """[compute(ids) for ids in batches] on the first rank, [] on the others; all ranks share the work."""
     world = get_dist()[2]
     num_images = sum(map(len, batches))

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, at, base_dir, get_dist, in_batches, nearest, print0
+from nanodiff.common import Batches, UserError, at, base_dir, get_dist, in_batches, nearest, print0
 from nanodiff.conditions import FILES, describe_conditions, note_statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.dist import from_first_rank
@@ -143,7 +143,7 @@ class Dataset:
         """Indices of images spread evenly over the set, which may be in the order of classes or of buckets."""
         return np.arange(num_images) * len(self) // num_images
 
-    def batches(self, indices: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    def batches(self, indices: np.ndarray, batch_size: int) -> Batches:
         """Ascending indices in batches, each of one bucket."""
         cuts = np.searchsorted(indices, [bucket.stop for bucket in self.buckets.values()])
         batches = []

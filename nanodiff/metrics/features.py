@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanodiff.common import UserError, at, in_batches, is_first_rank, make_generator, print0
+from nanodiff.common import Batches, UserError, at, in_batches, is_first_rank, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.dist import from_first_rank, gather_batches, over_ranks
 from nanodiff.files import reading
@@ -71,7 +71,7 @@ def load_network(metric: str, data: str, device, weights: str = ""):
     return get_classifier(image_set(data, "train"), image_set(data, "val"), device)
 
 
-def collect_features(images_of, batches: list[np.ndarray], network, label: str = "") -> Features | None:
+def collect_features(images_of, batches: Batches, network, label: str = "") -> Features | None:
     """Features of the images with the ids in `batches`, computed by all ranks; None on all but the first.
 
     `images_of` maps each batch of ids (n,) to images (n, C, H, W) uint8. The number of ranks changes the result only

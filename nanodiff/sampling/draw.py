@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanodiff.common import StackedGenerator, UserError, get_dist, in_batches, print0
+from nanodiff.common import Batches, StackedGenerator, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, IMAGES, conditioning, row_shapes, some_conditions
 from nanodiff.data.dataloader import shuffled
 from nanodiff.data.dataset import open_dataset
@@ -224,7 +224,7 @@ class ModelSamples:
         if counts.var() > 4 * counts.mean():
             self.classes = labels[np.arange(n) * len(labels) // n].tolist()  # evenly, as they may be sorted
 
-    def batches(self, ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    def batches(self, ids: np.ndarray, batch_size: int) -> Batches:
         """Consecutive ids from 0 on, in batches of one shape."""
         if self.is_mixed:
             batch_size = math.gcd(8, batch_size)

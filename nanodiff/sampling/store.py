@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError
+from nanodiff.common import Batches, UserError
 from nanodiff.data.dataset import write_npy
 from nanodiff.files import fsync_dir, lock_file, reading, writing
 from nanodiff.prepare.sources import open_arrays
@@ -22,7 +22,7 @@ class SampleStore:
     calls `open`, `write_npz` and `close`; the ranks share a file system.
     """
 
-    def __init__(self, output: Path, protocol: dict, parts: list[np.ndarray]):
+    def __init__(self, output: Path, protocol: dict, parts: Batches):
         self.output = output
         self.protocol = json.dumps(protocol)
         name = hashlib.sha256(self.protocol.encode()).hexdigest()[:16]

@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from nanodiff.common import StackedGenerator, get_dist, make_generator
+from nanodiff.common import Batches, StackedGenerator, get_dist, make_generator
 from nanodiff.conditions import conditioning
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.timesteps import make_timesteps
@@ -14,7 +14,7 @@ from nanodiff.dist import from_first_rank, gather_batches, over_ranks, rank_batc
 from nanodiff.training.log import quartile_sums
 
 
-def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray]:
+def shared_batches(val_set, num_images: int, batch_size: int) -> Batches:
     """Indices of `num_images` spread over a set, in batches of at most 1/world of them: every rank gets some."""
     share = math.ceil(num_images / get_dist()[2])
     return val_set.batches(val_set.spread(num_images), min(batch_size, share))
