@@ -7,6 +7,8 @@ from torch import Tensor
 from nanodiff.common import Tensors, UserError
 from nanodiff.conditions import FACTS, NUMBERS
 
+Shape = tuple[int, int, int]  # (C, H, W)
+
 
 def to_model_range(images: Tensor, flip: Tensor | None = None) -> Tensor:
     """uint8 (N, C, H, W), or floats in [-1, 1] -> fp32 in [-1, 1]; mirrored left-right where `flip` (N,) is True."""
@@ -67,7 +69,7 @@ class Pixels:
         self.counts = np.cumsum([number for _, _, number in sizes])  # cumulative image counts
         self.image_size = side  # side of decoded images in pixels
 
-    def sample_shape(self, number: int) -> tuple[int, int, int]:
+    def sample_shape(self, number: int) -> Shape:
         """(C, H, W) of a sample's x0. Samples 8k to 8k + 7 share a shape, drawn in proportion to the data."""
         u = (number // 8 + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly
         return self.shapes[np.searchsorted(self.counts / self.counts[-1], u, side="right")]

@@ -14,7 +14,7 @@ from nanodiff.common import Batches, StackedGenerator, UserError, get_dist, in_b
 from nanodiff.conditions import FILES, IMAGES, conditioning, row_shapes, some_conditions
 from nanodiff.data.dataloader import shuffled
 from nanodiff.data.dataset import open_dataset
-from nanodiff.data.pixels import from_stored, to_uint8, visible
+from nanodiff.data.pixels import Shape, from_stored, to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.dist import gather_batches
 from nanodiff.png import make_grid
@@ -127,7 +127,7 @@ class ModelSamples:
     seed: int = 0
     classes: list[int] | None = None  # taken in turn; None = the labels of `inputs`, or all classes
     inputs: dict = field(default_factory=dict)  # {name: Inputs} of the conditions besides classes
-    size: tuple[int, int, int] | None = None  # (C, H, W) of x0; None = the data's
+    size: Shape | None = None  # (C, H, W) of x0; None = the data's
     given: Known | None = None  # images to start from
     not_finite: int = 0  # images drawn with NaN or infinity
 
@@ -136,7 +136,7 @@ class ModelSamples:
         return self.model.config.num_classes
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> Shape:
         """(C, H, W) of an image."""
         side = self.codec.image_size
         channels = 3 if "latents" in self.codec.description else self.codec.shape[0]
@@ -194,7 +194,7 @@ class ModelSamples:
                 protocol["classes"] = f"of the rows of {name}"
         return protocol
 
-    def shape_of(self, i: int) -> tuple[int, int, int]:
+    def shape_of(self, i: int) -> Shape:
         """(C, H, W) of a sample's x0."""
         return self.size or self.codec.sample_shape(i)
 

@@ -15,7 +15,7 @@ from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import choose_sampler
 from nanodiff.files import reading
 from nanodiff.sampling import settings as taken
-from nanodiff.sampling.draw import ModelSamples, SampleSettings
+from nanodiff.sampling.draw import ModelSamples, SampleSettings, Shape
 from nanodiff.sampling.inputs import READERS, open_inputs, read_from_images, start_from
 
 
@@ -38,7 +38,7 @@ def parse_classes(classes, class_names: list[str]) -> list[int] | None:
     return chosen or None
 
 
-def parse_size(size: str, config, codec) -> tuple[int, int, int] | None:
+def parse_size(size: str, config, codec) -> Shape | None:
     """(C, H, W) of x0 for images of "HEIGHTxWIDTH", "HEIGHT,WIDTH" or "SIDE" pixels; None for "". `config`: the
     model's."""
     if not size:
