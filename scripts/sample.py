@@ -97,9 +97,7 @@ if num_images > GRID_IMAGES and not npz:
 # Output path, and the protocol: everything an image depends on
 
 name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *APART)
-place = f"{loaded.path.stem}_{name}"  # here
-if loaded.run_dir:
-    place = loaded.run_dir / "samples" / name
+place = loaded.run_dir / "samples" / name if loaded.run_dir else f"{loaded.path.stem}_{name}"  # here
 stem = str(at(out.removesuffix(".png").removesuffix(".npz") or place))
 if out and (is_image(stem) or Path(stem).is_dir()):
     raise UserError(f"out={out!r} is a folder, or no PNG; accepted: the path of a file, without suffix, .png or .npz")

@@ -92,7 +92,7 @@ def describe_run(path: Path) -> dict:
 # Drawing
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(1)
 def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Loaded, ModelSamples]:
     """The model and its samples. `times`: of what is read, so that new weights of the same name are loaded anew."""
     which = () if run_dir.is_file() else (step, ema)
@@ -151,9 +151,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     for ids in samples.batches(np.arange(n), n):
         with autocast_to(device, compute_dtype):
             images += samples.images(ids, on_step)
-    warning = ""
-    if samples.not_finite:
-        warning = f"{samples.not_finite} of the images are not finite (NaN)"
+    warning = f"{samples.not_finite} of the images are not finite (NaN)" if samples.not_finite else ""
     classes = []  # classes of the grid's columns
     if loaded.num_classes and (n <= columns or columns % len(samples.turns.labels) == 0):
         classes = [loaded.class_names[label] for label in samples.labels(range(min(n, columns)))]

@@ -108,10 +108,9 @@ def open_tars(tars: list[str]):
     """Tars as one container. A tar in a sub-folder, such as train/, counts as if its members lay in that folder."""
     folders = [os.path.dirname(os.path.abspath(tar)) for tar in tars]
     root = os.path.commonpath(folders)
-    streams = [
+    return tars, [
         functools.partial(read_tar, path=tar, below=os.path.relpath(folder, root)) for tar, folder in zip(tars, folders)
     ]
-    return tars, streams
 
 
 def open_pattern(path: Path):
