@@ -26,7 +26,7 @@ class Samples:
         self.protocol = {"samples": str(path)}
         drawn = {}
         if path.is_dir():
-            source = read_images(path, "folder", Options(val_fraction=0))
+            source = read_images(path, "folder", Options())
             items = list(source.items)
             self._payloads = [item.payload for item in items]
             labels = [item.label for item in items]

@@ -47,7 +47,7 @@ class Options(SimpleNamespace):
     label_column = ""  # column of tables and of .json beside images; "" = the usual
     caption_column = ""
     captions = ""  # file to write them to
-    val_fraction = 0.05
+    val_fraction = 0.0
     seed = 0
     aspect_buckets = False
     side_unit = 0  # sides of buckets are multiples of this; 0 = resolution / 16

@@ -127,7 +127,7 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
             f"{setting}={where!r} is not there or is none of these: "
             "an .npz file, a folder of images, an .npy, an image file"
         )
-    source = open_source(kind, str(path), Options(val_fraction=0, range=range))
+    source = open_source(kind, str(path), Options(range=range))
     if "range" in source.meta and not range:
         raise UserError(f"{setting}={where!r} holds {source.meta['dtype']}; accepted: uint8")
     return source
