@@ -208,8 +208,8 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
 
 
 def array_source(blocks: Iterable, num_images: int, class_names: list[str], options: Options) -> Source:
-    """A Source of blocks: (split, images (n, H, W) or (n, H, W, C), classes (n,) by name or None). A share of split ""
-    is held out."""
+    """A Source of blocks: (split, images (n, H, W) or (n, H, W, C), classes (n,) or None). A share of split "" is held
+    out. Classes are places in `class_names` or, if these are numbers, such numbers."""
     held_out = val_mask(num_images, options.val_fraction, options.seed)
     numbers = {name: number for number, name in enumerate(class_names)}
 
@@ -217,10 +217,10 @@ def array_source(blocks: Iterable, num_images: int, class_names: list[str], opti
         places = itertools.count()
         for split, images, labels in blocks:
             if labels is None:
-                labels = itertools.repeat("")
+                labels = itertools.repeat(0)
             for image, label, i in zip(images, labels, places):
                 is_val = split == "val" if split else held_out[i]
-                yield Item(f"image {i}", np.atleast_3d(image), numbers.get(str(label), 0), is_val)
+                yield Item(f"image {i}", np.atleast_3d(image), numbers.get(str(label), int(label)), is_val)
 
     return Source(num_images, class_names, items())
 
@@ -229,7 +229,7 @@ def read_shapes(path: Path, options: Options) -> Source:
     def blocks():
         for split in shapes.NUM_IMAGES:
             for images, labels in shapes.draw_split(split, options.seed, options.resolution or 16):
-                yield split, images.transpose(0, 2, 3, 1), np.array(shapes.CLASS_NAMES)[labels]
+                yield split, images.transpose(0, 2, 3, 1), labels
 
     return array_source(blocks(), sum(shapes.NUM_IMAGES.values()), shapes.CLASS_NAMES, options)
 
@@ -247,7 +247,7 @@ def read_cifar10(path: Path, options: Options) -> Source:
                     records = np.frombuffer(data, np.uint8).reshape(-1, 3073)
                 images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
                 split = "val" if name == "test_batch.bin" else "train"
-                yield split, images, np.array(CIFAR10_CLASSES)[records[:, 0]]
+                yield split, images, records[:, 0]
         if left:
             raise UserError(f"{path} lacks {', '.join(sorted(left))}; wanted: CIFAR-10's binary version")
 
