@@ -13,10 +13,12 @@ Evaluate a trained model, or images in a file or a folder.
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --model=... --metric=...
 """
 
+import contextlib
 import math
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -107,6 +109,9 @@ elif not features:
     loaded = load_run(model, device, checkpoint_step, ema)
     source = loaded.source
     name = name or loaded.data["name"]
+    with contextlib.suppress(UserError):  # there may be no such set
+        if not data and open_dataset(name).sha256 != loaded.data["sha256"]:
+            print0(f"note: {name!r} was made anew after {source} was trained: it may have seen held-out images")
     result |= loaded.described()
     result["dtype"] = str(compute_dtype).removeprefix("torch.")
 if not (name or reference or features):
@@ -295,6 +300,8 @@ if loaded:
 if is_first_rank():
     # They change no figure, or are in the stem
     apart = ("model", "metric", "checkpoint_step", "samples", "features", "batch_size", "device_type")
+    if loaded and not (loaded.run_dir and Path(model).name in ("", loaded.run_dir.name)):  # of several files
+        apart = apart[1:]
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")
     try:
         write_json(path, result)

@@ -241,7 +241,7 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 tokens = model_config.num_tokens
 total_images = 0  # 0 = not known yet
 horizons = ("num_iterations", "num_epochs", "target_flops", "target_param_data_ratio")
-horizons = [name for name in horizons if config.given.get(name, -1) > 0]
+horizons = [name for name in horizons if config.given.get(name, -1) >= 0]
 if len(horizons) > 1:
     raise UserError(f"{' and '.join(horizons)} are given, perhaps by a preset; accepted: one, the others -1")
 if num_iterations >= 0:

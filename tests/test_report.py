@@ -211,9 +211,10 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     b = fake_run(base, "b", lines=40, batch=16)
     facts = json.loads((b / "config.json").read_text())
     facts["changes"] = [{"step": 10 * i, "config": {"lr": 0.5**i}, "num_iterations": 300} for i in (1, 2)]
-    facts["changes"][1]["environment"] = {"command": ["--lr=0.25"]}
-    facts["config"]["lr"] = 0.125
+    facts["config"]["lr"], facts["changes"][1]["environment"] = 0.125, {"command": ["--lr=0.25"]}
     (b / "config.json").write_text(json.dumps(facts))
+    for run, of in ((a, "000020"), (b, "000040_steps=5")):
+        (run / f"eval_fid_{of}.json").write_text('{"metric": "fid", "fid": 2.5}')
     path = run_script("report", "a", b)["path"]
     assert path == base / "runs" / "compare_a_b.html"
     page = Page(path)
@@ -223,6 +224,7 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     assert re.findall("<th>(.*?)</th>", head) == ["", "a", "b", "b from step 10", "b from step 20"]
     assert {"<th>lr</th><td></td><td>0.125</td><td>0.5</td><td>0.25</td>"} <= {*rows}
     assert "<th>lowest validation loss</th><td>1.05</td><td>1.025</td><td></td><td></td>" in rows
+    assert "<th>fid_steps=5</th><td></td><td>2.5</td><td></td><td></td>" in rows
     assert any(row.endswith("<td>base_train.py, --data=plain</td><td>--lr=0.25</td>") for row in rows)
     assert page.source.index("What differs") < page.source.index("<figure") < page.source.index("plain of a")
     losses = page.charts["training loss"]  # over images: 20 x 10 steps of 8 and 40 x 10 steps of 16

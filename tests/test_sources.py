@@ -40,12 +40,13 @@ def test_idx_round_trip(tmp_path, pack, suffix):
 def test_npz_round_trip(tmp_path, key, save):
     """Also behind 64 KB of another array. A number that no image has is no class."""
     images, labels = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8), np.arange(30, dtype=np.int32) % 7
-    save(tmp_path / "a.npz", protocol="x" * 2**14, arr_0=images, **({key: 3 * labels + 1} if key else {}))
+    save(tmp_path / "a.npz", protocol="x" * 2**14, arr_0=images, y=labels, **({key: 3 * labels + 1} if key else {}))
     out = report(tmp_path / "a.npz", val_fraction=0)
     np.testing.assert_array_equal(everything()[0], images.transpose(0, 3, 1, 2))
     assert everything()[1].tolist() == (labels.tolist() if key else [0] * 30)
     assert open_dataset("toy").class_names == (["1", "4", "7", "10", "13", "16", "19"] if key else [])
     assert ("7 class numbers from 1 to 19 have images: others are no classes" in out) == bool(key)
+    assert "a.npz: y ignored" in out
     prepare(tmp_path / "a.npz", labels="none")
     assert open_dataset("toy").num_classes == 0
 

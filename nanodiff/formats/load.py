@@ -143,7 +143,9 @@ def with_options(path: Path, told: dict) -> str:
 def find(name: str, **asked):
     """The file of weights that load_run's arguments name, and the options given for it. `asked`: step, ema."""
     name, told = split_options(name)
-    told = {key: value for key, value in asked.items() if value != getattr(options, key)} | told
+    for key, value in asked.items():
+        if value != getattr(options, key) and told.setdefault(key, value) != value:
+            raise UserError(f"{key}={value} beside {name},{key}={told[key]}; accepted: one of them")
     path = find_run(name)
     for file in (path / DIFFUSERS, path / "transformer" / DIFFUSERS):
         if file.is_file():

@@ -326,6 +326,8 @@ def open_arrays(path: Path, channels_axis: int = -1) -> tuple[np.ndarray, np.nda
         images = np.moveaxis(file["arr_0"], channels_axis, -1)
         labels = file.get("labels", file.get("arr_1"))
         protocol = str(file.get("protocol", ""))
+        if unused := {*file} - {"arr_0", "labels", "arr_1", "protocol"}:
+            print0(f"note: {path}: {', '.join(sorted(unused))} ignored; classes are in labels or arr_1")
     is_picture = images.ndim == 3 and images.shape[2] < 5 <= images.shape[1]  # one, (H, W, C)
     is_channels_first = images.ndim == 4 and channels_axis < 0 and images.shape[1] < 5 <= images.shape[3]
     is_odd = is_picture or is_channels_first or images.ndim not in (3, 4)
@@ -416,6 +418,12 @@ def add_numbers(source: Source, name: str, where: str) -> None:
     names, array = read_numbers(name, path)
     if not array.any():
         raise UserError(f"{name}={str(path)!r} holds nothing but zeros")
+    if array.ndim == 2:
+        spread = np.ptp(array, axis=0)
+        with np.errstate(over="ignore"):
+            lost = abs(array.astype(np.float16) - array).max(0)
+        if ((spread > 0) & (spread < 10 * lost)).any():
+            raise UserError(f"{name}={str(path)!r}: fp16 loses differences; subtract means, divide by deviations")
     source.files.append(path)
     source.arrays[name] = array
     rows = matched(source, names, len(array), name, path)

@@ -144,7 +144,8 @@ def labelled_items(setting: str, where: str, samples):
             print0(f"note: {setting}={where!r} has no classes: unless some are given, samples take all classes in turn")
         return items, None
     labels = np.array([item.label for item in items])
-    if at(where).is_dir():  # classes go by name
+    is_drawn = at(where).suffix == ".npz" and "protocol" in np.load(at(where))  # by a model, whose numbers it has
+    if at(where).is_dir() or ({*names} <= {*known} and not is_drawn):  # by name, as prepare_data calls a file's classes
         numbers = match_labels(names, known, f"{setting}={where!r}")
     else:
         numbers = [*map(int, names)]
@@ -181,7 +182,10 @@ def read_from_images(where: str, samples) -> np.ndarray:
     sizes = [] if "range" in source.meta else [(side, side)]
     if source.class_names and samples.num_classes and not samples.classes:
         print0(f"note: from_images={where!r} has classes, but samples take all in turn unless some are given")
-    return decoded_items("from_images", where, source.items, sizes)
+    images = decoded_items("from_images", where, source.items, sizes)
+    if source.num_clipped:
+        print0(f"note: from_images={where!r}: {source.num_clipped:,} values beyond the model's range were clipped")
+    return images
 
 
 def start_from(samples, images: np.ndarray, where: str, strength: float, mask: str = "") -> None:

@@ -85,7 +85,10 @@ def read_run(folder: Path, over_images: bool) -> Run:
                     if isinstance(value, int | float) and math.isfinite(value):
                         logged.setdefault(key, {})[step] = value
     per_step = facts["config"]["total_batch_size"] if over_images else 1
-    results = [read_json(path) for path in sorted(folder.glob("eval_*.json"))]
+    results = []
+    for path in sorted(folder.glob("eval_*.json")):
+        changed = re.sub(r"^eval_\D+\d+", "", path.stem)  # "_steps=5"
+        results.append(read_json(path) | {"changed": changed})
     return Run(folder, folder.resolve().name, facts, logged, per_step, results)
 
 
@@ -279,7 +282,8 @@ def best(run: Run) -> dict:
         metric = result["metric"]
         for key in (metric, "total_bpd", "precision", "recall"):
             if key in result:
-                figures[metric if key == metric else f"{key}, {metric}"] = result[key]
+                name = metric + result["changed"]  # figures compare only if drawn alike
+                figures[name if key == metric else f"{key}, {name}"] = result[key]
     seconds = run.logged.get("total_training_time_s", {0: 0.0})
     return figures | {"minutes": max(seconds.values()) / 60, "progress": progress(run)}
 
