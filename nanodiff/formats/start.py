@@ -95,7 +95,7 @@ def open_source(config: dict, meta: dict, device):
 
 def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> list[str]:
     """Copy a loaded model's weights into `model`, of the same shape except image size and classes -> the parameters
-    of new classes or second images, which must learn.
+    of new classes, second images or a map's h, which must learn.
 
     Rows of the class table are matched by class name or by order (same_order); for other rows see class_rows.
     `config`: the settings of the new run.
@@ -104,8 +104,9 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> l
     own = model.state_dict()
     # A flow map's h_embed stays new: it has no effect before it is trained
     weights = {name: x for name, x in own.items() if name.startswith("h_embed")}
-    weights |= loaded.model.state_dict()
-    new = []
+    theirs = loaded.model.state_dict()
+    new = [*(weights.keys() - theirs)]
+    weights |= theirs
     for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # a new second image has no effect at first, either
         if name in weights:
             x = weights[name]
@@ -229,4 +230,4 @@ def train_only(model: torch.nn.Module, patterns: str, new: list[str]) -> None:
     for name, p in model.named_parameters():
         p.requires_grad_(any(pattern in name for pattern in wanted))
         if name in new and not p.requires_grad:
-            raise UserError(f"trainable={patterns!r} freezes {name}, which has new classes or images: add it")
+            raise UserError(f"trainable={patterns!r} freezes {name}, which is new or has new classes or images: add it")
