@@ -230,11 +230,11 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 #     images = 12 * parameters / tokens           12: target_param_data_ratio; tokens of an image
 #     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 suits 20e6 tokens
 #     steps  = images / batch
-#     rates  = 0.02 (Muon), 0.003 (AdamW) times sqrt(batch / 64); AdamW's of a DiT also times 256 / width
-# DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
+#     rates  = Muon: 0.02 (batch / 64)^(1/4); AdamW: 0.003 sqrt(batch / 64), of a DiT times 256 / width
+# DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.034.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. Late in a long run the gradient's noise limits
-# the loss, so batches grow; the root is a choice (nanochat: the power 0.38). That the best rates grow with the root of
-# the batch was measured up to batch 128 and depth 2; at 512, half may be better: not settled (runs/LOG.md, 7 and 27).
+# the loss, so batches grow; the root is a choice (nanochat: the power 0.38). AdamW's root was measured up to batch 128
+# and depth 2. At 512 it made Muon's rate too high, the fourth root did not; 2,048 is untested (runs/LOG.md, 7 and 27).
 # 256 / width: AdamW moves each weight by about lr, and a wider layer adds up more such moves; Muon scales itself
 
 # 1) The horizon: how long the run is
@@ -283,7 +283,7 @@ part = 1
 if init_from and not lora_rank:  # a short run cannot repair what high rates break
     why, part = f"{why}; tuning takes less below 500 steps", min(1, num_iterations / 500)
 lr = lr or before.get("lr") or part * 3e-3 * root * by_width
-muon_lr = muon_lr or before.get("muon_lr") or part * 0.02 * root
+muon_lr = muon_lr or before.get("muon_lr") or part * 0.02 * math.sqrt(root)
 print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} (if not given, {why})")
 
 # 5) How often

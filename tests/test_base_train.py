@@ -81,13 +81,13 @@ def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
     assert done["total_batch_size"] == 16 and done["config"]["lr"] == done["lr"] == 0.003 * 4 / 2
     # though 20 million tokens would choose 64 images
     out = set_up(run_script, capsys, *args, f"--num_epochs={20e6 / 16 / 72}", "--resume=changed")
-    assert "lr 0.006, muon_lr 0.01 (if not given, as before)" in out and "x 16 images" in out
+    assert "lr 0.006, muon_lr 0.0141 (if not given, as before)" in out and "x 16 images" in out
     refused("total_batch_size=32", run_script, "base_train", *args, "--num_iterations=9", "--total_batch_size=32")
 
 
-@pytest.mark.parametrize("batch, adamw, muon", [(16, 0.5, 0.5), (64, 1, 1), (256, 2, 2)])
+@pytest.mark.parametrize("batch, adamw, muon", [(16, 0.5, 0.5**0.5), (64, 1, 1), (1024, 4, 2)])
 def test_rates_follow_batch_and_width_unless_given(tiny, run_script, capsys, batch, adamw, muon):
-    """Both as the batch's root; AdamW's also by the width."""
+    """AdamW's as the batch's root and by the width, Muon's as its fourth root."""
     args = (*TINY, f"--total_batch_size={batch}", "--save_every=-1")
     rates = f"lr {0.003 * adamw * 4:.3g}, muon_lr {0.02 * muon:.3g} (if not given, by batch and width)"
     assert rates in set_up(run_script, capsys, *args)
