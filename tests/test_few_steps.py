@@ -162,8 +162,8 @@ def test_the_map_of_gaussian_data():
     process, g = FlowMap(), make_generator(0)
     process.learn_from(SimpleNamespace(process=FlowMatching(), model=velocity))
     adam = torch.optim.Adam(layers.parameters(), lr=5e-3)
-    for step in range(2000):
-        process.done = step / 2000
+    for step in range(1500):
+        process.done = step / 1500
         adam.param_groups[0]["lr"] = 5e-3 * (1 - process.done)
         x0 = MEAN + STD * torch.randn(512, 1, 1, 1, generator=g)
         noise = torch.randn(512, 1, 1, 1, generator=g)
