@@ -18,7 +18,6 @@ import math
 import re
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
@@ -300,7 +299,7 @@ if loaded:
 if is_first_rank():
     # They change no figure, or are in the stem
     apart = ("model", "metric", "checkpoint_step", "samples", "features", "batch_size", "device_type")
-    if loaded and not (loaded.run_dir and Path(model).name in ("", loaded.run_dir.name)):  # of several files
+    if loaded and not loaded.is_named_by(model):  # then the name says which of several files
         apart = apart[1:]
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")
     try:

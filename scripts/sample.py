@@ -96,9 +96,7 @@ if num_images > GRID_IMAGES and not npz:
 # ---------------------------------------------------------------------------------------------------------------------
 # Output path, and the protocol: everything an image depends on
 
-apart = APART
-if not (loaded.run_dir and Path(model).name in ("", loaded.run_dir.name)):  # of several files in one folder
-    apart = APART[1:]
+apart = APART if loaded.is_named_by(model) else APART[1:]  # else the name says which of several files
 name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *apart)
 place = loaded.run_dir / "samples" / name if loaded.run_dir else f"{loaded.path.stem}_{name}"  # here
 stem = str(at(out.removesuffix(".png").removesuffix(".npz") or place))

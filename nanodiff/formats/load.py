@@ -56,6 +56,10 @@ class Loaded:
         is_ours = folder.parent.name == "checkpoints" and (folder / "manifest.json").exists()
         return folder.parent.parent if is_ours else None
 
+    def is_named_by(self, model: str) -> bool:
+        """True if a script's `model` names the run alone: no file of it, no options."""
+        return self.run_dir is not None and Path(model).name in ("", self.run_dir.name)
+
     @property
     def num_classes(self) -> int:
         """0 if the model is unconditional."""
