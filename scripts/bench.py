@@ -15,11 +15,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 
 from configurator import configure
 from nanodiff.common import UserError, base_dir, get_dist, print0
+from nanodiff.files import read_json
 
 arms = "published | --optimizer=muon"  # between bars, base_train's arguments for each arm; ratios are to the first
 shared = "--depth=4 --total_batch_size=32"  # base_train's arguments for all arms
@@ -32,24 +34,33 @@ PUBLISHED = (
 )
 
 
-def take_turn(arm: str) -> dict:
-    """Run base_train in its own process; return its peak memory_gb, and in `lines` the metrics of each step."""
+def take_turn(arguments: str, num_steps: int, ranks: int = 1) -> dict:
+    """Run base_train in processes of its own, for a warm-up and `num_steps` steps.
+
+    Returns its config.json as `run`; in `lines` the metrics of each step; seconds from its start to its end; and the
+    peak memory_gb of rank 0.
+    """
     fixed = (
-        f"--num_iterations={WARM_UP + steps} --log_every=1 --model_tag=arm "
+        f"--num_iterations={WARM_UP + num_steps} --log_every=1 --model_tag=arm "
         "--eval_every=-1 --sample_every=-1 --save_every=-1"
     )
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}" if ranks > 1 else ""
+    command = shlex.split(f"{launcher} -m scripts.base_train {fixed} {arguments}")
     data = base_dir() / "data"
     os.makedirs(data, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "data").symlink_to(data)
-        arguments = shlex.split(f"{fixed} {shared} {PUBLISHED if arm == 'published' else arm}")
-        command = [sys.executable, "-m", "scripts.base_train", *arguments]
-        done = subprocess.run(command, env=os.environ | {"NANODIFF_BASE_DIR": folder}, capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
-        text = Path(folder, "runs", "arm", "metrics.jsonl").read_text()
-    memory = re.search(r"([\d.]+) GiB of memory at the peak", done.stdout)
-    return {"lines": [json.loads(line) for line in text.splitlines()], "memory_gb": float(memory[1])}
+        environment = os.environ | {"NANODIFF_BASE_DIR": folder}
+        start = time.monotonic()
+        process = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+        seconds = time.monotonic() - start
+        if process.returncode:
+            raise UserError(f"{' '.join(command)}: {process.stderr.strip()[-2000:]}")
+        run_dir = Path(folder, "runs", "arm")
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        run = read_json(run_dir / "config.json")
+    memory = re.search(r"([\d.]+) GiB of memory at the peak", process.stdout)
+    return {"run": run, "lines": list(map(json.loads, lines)), "seconds": seconds, "memory_gb": float(memory[1])}
 
 
 def make_row(turns: list[dict]) -> dict[str, float]:
@@ -65,18 +76,27 @@ def make_row(turns: list[dict]) -> dict[str, float]:
     }
 
 
+def table_line(row: dict) -> str:
+    cells = []
+    for name, value in row.items():
+        digits = 0 if isinstance(value, int) else 2
+        cells.append(f"{value:{max(len(name), 9)},.{digits}f}")
+    return "  ".join(cells)
+
+
 def main():
     configure(globals())
     if get_dist()[2] > 1:
         raise UserError("bench times one process; for several, read the log lines of base_train under torchrun")
     names = [arm.strip() for arm in arms.split("|")]
-    turns = [[take_turn(arm) for arm in names] for _ in range(rounds)]
+    arguments = [f"{shared} {PUBLISHED if name == 'published' else name}" for name in names]
+    turns = [[take_turn(arm, steps) for arm in arguments] for _ in range(rounds)]
     rows = [make_row(of_arm) for of_arm in zip(*turns)]
     for row in rows:
         row["ratio"] = row["images_per_sec"] / rows[0]["images_per_sec"]
     print0("  ".join(f"{name:>9}" for name in rows[0]) + "  what")
     for name, row in zip(names, rows):
-        print0("  ".join(f"{x:{max(len(key), 9)},.2f}" for key, x in row.items()) + f"  {shared} {name}")
+        print0(f"{table_line(row)}  {shared} {name}")
     return rows
 
 
