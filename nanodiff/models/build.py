@@ -14,6 +14,8 @@ from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
 
 ModelConfig = DiTConfig | UNetConfig
+# arch -> the config and the module of a backbone. A new one needs its file and a row here
+BACKBONES = {"dit": (DiTConfig, DiT), "dit_classic": (DiTConfig, DiT), "unet": (UNetConfig, UNet)}
 # Fields of a model's config that the data decide, and fields that follow from others. The rest have a setting
 FROM_DATA = ("image_size", "in_channels", "out_channels", *FACTS)
 DERIVED = ("mlp_ratio", "channel_mult", "null_class", "flow_map")
@@ -54,7 +56,8 @@ def to_setting(field: str, value):
 
 def model_settings(model_config: ModelConfig) -> dict:
     """The settings of base_train that give a model of this shape on the same data."""
-    return {"arch": "unet"} | {
+    archs = [arch for arch, (kind, _) in BACKBONES.items() if kind is type(model_config)]
+    return {"arch": archs[0]} | {  # a DiT's block says which of its two
         setting: to_setting(field, getattr(model_config, field))
         for field, setting in setting_fields(type(model_config)).items()
     }
@@ -67,16 +70,10 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> ModelConf
         raise UserError(f"low_res_size={low_res}; accepted: less than the images' {facts['resolution']} pixels")
     if low_res and facts.get("given_channels"):
         raise UserError(f"low_res_size={low_res}: the data hold second images already; accepted: 0")
-    kind = DiTConfig
+    kind, _ = BACKBONES[config["arch"]]
     is_map = config["objective"].startswith("flow_map")
-    if config["arch"] == "unet":
-        kind = UNetConfig
-        if is_map:
-            raise UserError(f"objective={config['objective']}: a flow map needs arch=dit or dit_classic")
-        if facts.get("vector_len"):
-            raise UserError(
-                "arch=unet takes one vector an image, and the data hold sequences; accepted: dit, dit_classic"
-            )
+    if is_map and not hasattr(kind, "flow_map"):
+        raise UserError(f"objective={config['objective']}: a flow map needs arch=dit or dit_classic")
     shape = {
         "image_size": facts["resolution"],
         "in_channels": facts["channels"],
@@ -103,7 +100,7 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> ModelConf
 
 def stored_config(meta: dict) -> ModelConfig:
     """The model's config in a checkpoint's meta."""
-    kind = UNetConfig if meta["arch"] == "unet" else DiTConfig
+    kind, _ = BACKBONES[meta["arch"]]
     fields = meta["model_config"] | {"checkpointing": False}
     for name, value in fields.items():
         if isinstance(value, list):
@@ -113,9 +110,9 @@ def stored_config(meta: dict) -> ModelConfig:
 
 def empty_model(model_config: ModelConfig) -> nn.Module:
     """The backbone on "meta": shapes without memory."""
-    kind = UNet if isinstance(model_config, UNetConfig) else DiT
+    modules = dict(BACKBONES.values())
     with torch.device("meta"):
-        return kind(model_config)
+        return modules[type(model_config)](model_config)
 
 
 def build_model(model_config: ModelConfig, device, seed: int) -> nn.Module:

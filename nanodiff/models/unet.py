@@ -42,6 +42,10 @@ class UNetConfig(Conditioned):
     use_scale_shift_norm: bool = True  # t scales and shifts the norms, rather than being added
 
     def __post_init__(self):
+        if self.vector_len:
+            raise UserError(
+                "arch=unet takes one vector an image, and the data hold sequences; accepted: dit, dit_classic"
+            )
         if self.image_size < 1 or self.image_size % self.side_unit:
             raise UserError(
                 f"image_size={self.image_size}; accepted: a multiple of {self.side_unit}, by channel_mult's length"
