@@ -218,15 +218,16 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     path = run_script("report", "a", b)["path"]
     assert path == base / "runs" / "compare_a_b.html"
     page = Page(path)
-    differing = page.source.split("What differs")[1].split("<figure")[0]
+    differing = page.source.split("Settings that differ")[1].split("</details>")[0]
     assert "total_batch_size" in differing and "resolution" not in differing
     head, *rows = re.findall("<tr>(.*?)</tr>", differing)
     assert re.findall("<th>(.*?)</th>", head) == ["", "a", "b", "b from step 10", "b from step 20"]
-    assert {"<th>lr</th><td></td><td>0.125</td><td>0.5</td><td>0.25</td>"} <= {*rows}
-    assert "<th>lowest validation loss</th><td>1.05</td><td>1.025</td><td></td><td></td>" in rows
-    assert "<th>fid_steps=5</th><td></td><td>2.5</td><td></td><td></td>" in rows
+    assert {"<th>lr</th><td>-</td><td>0.125</td><td>0.5</td><td>0.25</td>"} <= {*rows}
+    figures = page.source.split("<figure")[0]
+    assert "<th>lowest validation loss</th><td>1.05</td><td>1.025</td>" in figures
+    assert "<th>fid_steps=5</th><td>-</td><td>2.5</td>" in figures
     assert any(row.endswith("<td>base_train.py, --data=plain</td><td>--lr=0.25</td>") for row in rows)
-    assert page.source.index("What differs") < page.source.index("<figure") < page.source.index("plain of a")
+    assert page.source.index("<figure") < page.source.index("plain of a") < page.source.index("Settings that differ")
     losses = page.charts["training loss"]  # over images: 20 x 10 steps of 8 and 40 x 10 steps of 16
     assert losses["unit"] == "images" and [curve["x"][-1] for curve in losses["curves"]] == [1600, 6400]
     assert run_script("report", "a", a)["path"] == a.resolve() / "report.html"
@@ -234,6 +235,21 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     for odd in ({"changes": 7}, {"config": []}, {"model": None}, {"data": 1, "num_iterations": "x"}):
         (b / "config.json").write_text(json.dumps(facts | odd))
         refused("is not as this version writes it", run_script, "report", "b")
+
+
+def test_a_published_recipe_is_told_the_loss_to_expect(base):
+    """The mean over a tenth of the steps, beside the published one; other recipes are told nothing."""
+    folder = fake_run(base, batch=64)
+    facts = json.loads((folder / "config.json").read_text())
+    facts["model"] |= {"depth": 3, "patch_size": 4}
+    facts["data"]["name"] = "cifar10"
+    facts["num_iterations"] = 4000
+    (folder / "config.json").write_text(json.dumps(facts))
+    log(folder, [{"step": step, "train/loss": 0.15 + 1e-5 * step} for step in range(10, 2500, 10)])
+    assert "loss 0.170 at step 2,000; expected 0.149 to 0.157" in report(folder).text
+    facts["num_iterations"] = 3000
+    (folder / "config.json").write_text(json.dumps(facts))
+    assert "expected" not in report(folder).text
 
 
 def test_a_report_may_fail_and_takes_one_percent_of_the_time(tmp_path, monkeypatch):

@@ -53,9 +53,19 @@ TITLES = {  # metric -> title of its chart, in the order of the charts; other me
     "kd_classifier": "Kernel distance in the same features, lower is better",
     "class_accuracy": "Samples that show the class asked for",
     "well_formed": "Samples drawn as well as real shapes",
+    "median_distance": "Median distance to the nearest real shape; up to 1 is well formed",
 }
+FOLDED = ("grad_norm", "lrm", "images_per_sec", "dt_ms", "data_ms", "mfu")  # charts at the end
 AXES = dict.fromkeys(("loss", "loss" + BY_QUARTER, "grad_norm"), "log")
-AXES |= dict.fromkeys(("lrm", "images_per_sec", "dt_ms", "data_ms", "mfu"), "zero")  # they begin at 0
+AXES |= dict.fromkeys(FOLDED[1:], "zero")  # they begin at 0
+# Recipes on CIFAR-10 (runs/GUIDE.md, Is it right?): depth, patch_size, num_iterations, total_batch_size -> training loss
+# by step. Means over a tenth of the steps around differ between seeds by less than LOSS_SPREAD
+EXPECTED_LOSS = {
+    (3, 4, 4000, 64): {1000: 0.157, 2000: 0.153, 4000: 0.144},
+    (4, 4, 14338, 128): {1000: 0.152, 4000: 0.146, 10000: 0.142},
+    (6, 2, 6556, 512): {1000: 0.145, 4000: 0.137, 6500: 0.133},
+}
+LOSS_SPREAD = 0.004
 NOT_DRAWN = ("step", "images_seen", "total_training_flops", "total_training_time_s")  # straight lines
 
 
@@ -171,10 +181,11 @@ def chart(title: str, name: str, metrics: list[tuple[Run, str, str]]) -> str:
     if not curves:
         return ""
     data = {"title": title, "unit": "step" if run.per_step == 1 else "images", "axis": AXES.get(name, "")}
+    kind = "chart folded" if name in FOLDED else "chart"
     text = json.dumps(data | {"curves": curves}, separators=(",", ":")).replace(
         "<", "\\u003c"
     )  # nothing in it ends the script element
-    return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
+    return f'<figure class="{kind}"><script type="application/json">{text}</script></figure>\n'
 
 
 def strip(run: Run) -> str:
@@ -227,7 +238,7 @@ def table(columns: dict[str, dict], min_values: int = 1) -> str:
     for column in columns.values():
         keys |= column
     for key in keys:
-        values = [cell(column.get(key)) for column in columns.values()]
+        values = [cell(column.get(key, "-")) for column in columns.values()]
         if any(values) and len(set(values)) >= min_values:
             cells = "".join(f"<td>{value}</td>" for value in values)
             rows += f"<tr><th>{escape(key)}</th>{cells}</tr>"
@@ -243,12 +254,6 @@ def flat(facts: dict, prefix: str = "") -> dict:
         else:
             pairs[prefix + key] = value
     return pairs
-
-
-def progress(run: Run) -> str:
-    total = [run.facts, *run.facts["changes"]][-1]["num_iterations"]
-    step = max(run.logged.get("step", [0]))
-    return f"step {step:,} of {total:,}"
 
 
 def evaluation(result: dict, run: Run) -> str:
@@ -272,9 +277,38 @@ def evaluation(result: dict, run: Run) -> str:
 <details><summary>All figures, protocol</summary>{table({"samples": facts} | columns)}</details>"""
 
 
+def summary(run: Run) -> dict:
+    """What was trained, how far, and where."""
+    last = [run.facts, *run.facts["changes"]][-1]
+    reached = {key: max(values.values()) for key, values in run.logged.items()}
+    return {
+        "step": f"{reached.get('step', 0):,} of {last['num_iterations']:,}",
+        "images": reached.get("images_seen"),
+        "parameters": run.facts.get("num_params"),
+        "minutes": reached.get("total_training_time_s", 0.0) / 60,
+        "machine": run.facts["environment"].get("device"),
+    }
+
+
+def compare_loss(run: Run) -> str:
+    """The training loss beside the one expected at the last step for which a published recipe has it; "" for others."""
+    config = run.facts["config"]
+    model = run.facts["model"]
+    recipe = (model.get("depth"), model.get("patch_size"), run.facts["num_iterations"], config["total_batch_size"])
+    losses = run.logged.get("train/loss", {})
+    line = ""
+    if run.facts["data"]["name"] == "cifar10":
+        for step, expected in EXPECTED_LOSS.get(recipe, {}).items():
+            near = [loss for i, loss in losses.items() if 0.95 * step <= i <= 1.05 * step]
+            if near and step <= max(losses):
+                low, high = expected - LOSS_SPREAD, expected + LOSS_SPREAD
+                line = f"loss {np.mean(near):.3f} at step {step:,}; expected {low:.3f} to {high:.3f} by this recipe"
+    return line
+
+
 def best(run: Run) -> dict:
-    """The figures by which runs are compared: the lowest logged, each metric's last result by file name, minutes."""
-    figures = {}
+    """The figures by which runs are compared: the lowest logged, each metric's last result by file name."""
+    figures = summary(run)
     for key in ("val/loss", "val/loss_ema", "val/fid", "val/fd_classifier", "val/fd_simclr"):
         if key in run.logged:
             figures[f"lowest {in_words(key)}"] = min(run.logged[key].values())
@@ -284,8 +318,7 @@ def best(run: Run) -> dict:
             if key in result:
                 name = metric + result["changed"]  # figures compare only if drawn alike
                 figures[name if key == metric else f"{key}, {name}"] = result[key]
-    seconds = run.logged.get("total_training_time_s", {0: 0.0})
-    return figures | {"minutes": max(seconds.values()) / 60, "progress": progress(run)}
+    return figures
 
 
 def versions(run: Run) -> dict[str, dict]:
@@ -309,24 +342,26 @@ def write_report(run_dirs: list[Path], path: Path) -> None:
         for run in runs:
             run.name = str(run.folder)
     title = escape(" and ".join(run.name for run in runs))
-    head = evaluations = strips = ""
-    columns = {}  # of settings and, for several runs, the figures that compare them
+    body = f"<h1>{title}</h1>"
+    if len(runs) == 1:
+        body += "<p>" + " | ".join(f"{key} {cell(value)}" for key, value in summary(runs[0]).items()) + "</p>"
+        body += f"<p>{compare_loss(runs[0])}</p>"
+    else:
+        body += table({run.name: best(run) for run in runs})
+    evaluations = strips = ""
+    columns = {}  # settings
     for run in runs:
         strips += strip(run)
         settings = versions(run)
         if len(runs) == 1:
-            head = f"<p>{progress(run)} at {time.strftime('%Y-%m-%d %H:%M')}</p>"
             columns["default"] = settings[run.name] | run.facts["changed_from"]
-        else:
-            settings[run.name] |= best(run)
         columns |= settings
         for result in run.results:
             evaluations += evaluation(result, run)
-    differing = f"<h2>What differs</h2>{table(columns, min_values=2)}"
-    body = f'<div class="charts">{strips}{charts(runs)}</div>{evaluations}'
-    body = body + differing if len(runs) == 1 else differing + body  # of several runs, the comparison comes first
-    body = f"<h1>{title}</h1>{head}{body}"
+    body += f'<div class="charts">{strips}{charts(runs)}</div>{evaluations}'
+    body += f"<details><summary>Settings that differ (-: unknown then)</summary>{table(columns, 2)}</details>"
     body += f"<details><summary>All settings, sizes, machine</summary>{table(columns)}</details>"
+    body += f"<p><small>Written at {time.strftime('%Y-%m-%d %H:%M')}</small></p>"
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     write_atomic(path, template.replace("$body", body, 1).replace("$title", title, 1).encode())
 
