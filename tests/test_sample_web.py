@@ -210,7 +210,7 @@ def test_the_page_in_a_browser(run_dir, server, tmp_path):
         browser.wait("document.querySelectorAll('.chip').length == 8")
         assert browser.run("return document.documentElement.scrollWidth") == 360  # nothing sticks out of a phone
         assert browser.run("return field.cfg_scale.value + field.sampler.value") == "2heun"
-        browser.wait("frames.at(-1)?.place == 'the end'")  # it opens with sixteen images
+        browser.wait("frames.at(-1)?.place == 'at the end'")  # it opens with sixteen images
         # by keyboard: circle and triangle, six images in five steps
         for number in (0, 3):
             browser.run(f"document.querySelectorAll('.chip input')[{number}].focus()")
@@ -218,7 +218,7 @@ def test_the_page_in_a_browser(run_dir, server, tmp_path):
         browser.run("field.num_images.value = 6; field.steps.value = 5; field.steps.focus()")
         browser.press("\ue007")  # Enter
         browser.wait("!$('download').hidden")
-        places = [*(f"step {i} of 5" for i in range(1, 5)), "the end"]
+        places = [*(f"at step {i} of 5" for i in range(1, 5)), "at the end"]
         assert browser.run("return frames.map(frame => frame.place)") == places
         assert browser.run("return $('names').textContent") == "circletriangle" * 3
         *_, last = drawn(run_dir, classes=[0, 3], num_images=6, steps=5)

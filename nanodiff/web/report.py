@@ -58,7 +58,7 @@ TITLES = {  # metric -> title of its chart, in the order of the charts; other me
 FOLDED = ("grad_norm", "lrm", "images_per_sec", "dt_ms", "data_ms", "mfu")  # charts at the end
 AXES = dict.fromkeys(("loss", "loss" + BY_QUARTER, "grad_norm"), "log")
 AXES |= dict.fromkeys(FOLDED[1:], "zero")  # they begin at 0
-# CIFAR-10 by depth, patch_size, num_iterations, total_batch_size: training loss at a step (runs/GUIDE.md, Is it right?).
+# CIFAR-10's training loss by depth, patch_size, num_iterations, total_batch_size: {step: loss} (runs/GUIDE.md).
 # Means over a tenth of the steps around it differ between seeds by less than LOSS_SPREAD
 EXPECTED_LOSS = {
     (3, 4, 4000, 64): {1000: 0.157, 2000: 0.153, 4000: 0.144},
