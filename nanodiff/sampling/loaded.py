@@ -139,7 +139,7 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
         except ValueError as error:
             raise UserError(str(error).replace(f"{folder}/", "")) from error
         samples.size = samples.size or samples.codec.shape
-        autocast = autocast_to(loaded.device, choose_dtype("auto", loaded.device))
+        autocast = autocast_to(loaded.device, choose_dtype(asked["dtype"], loaded.device))
         images = []
         for ids in in_batches(np.arange(asked["num_images"]), asked["batch_size"]):
             with autocast:

@@ -19,3 +19,4 @@ cfg_scale = -1.0  # -1 or [0, 100]: guidance; -1 = the run's
 cfg_interval = ""  # guide only where t is in this interval; "" = the run's
 cfg_channels = 0  # >= 0: guide only the first channels; 0 = all of the image's
 batch_size = 64  # >= 1: images at a time
+dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
