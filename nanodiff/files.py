@@ -243,12 +243,13 @@ def load_tensors(path: Path, mmap: bool = False):
     """The only torch.load of the package: it accepts tensors and plain containers, never code. `mmap`: read tensors
     when they are used; only for our own files."""
     fault = "cannot be loaded safely as tensors"
-    with reading(path, fault), warnings.catch_warnings():
+    with reading(path, fault), open(path, "rb") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about unusual pickle protocols
         try:
             # Meta's training checkpoints hold an argparse.Namespace, a class without code of its own
             with torch.serialization.safe_globals([argparse.Namespace]):
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+                # By its path torch would take a file called .safetensors for one
+                return torch.load(path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
             # The first sentence says what was refused; drop the next, which tells how to load it anyway
             refused = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0]

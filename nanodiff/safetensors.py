@@ -3,36 +3,45 @@
 Format: https://github.com/huggingface/safetensors#format
 """
 
+import hashlib
 import json
 import mmap
+import re
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanodiff.common import Tensors
+from nanodiff.common import Tensors, UserError
 from nanodiff.files import load_tensors, reading, writing
 
-DTYPES = {
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "F64": torch.float64,
-    "I64": torch.int64,
-}
+# All of the format's but those below 8 bits, which torch stores otherwise
+TABLE = """
+    BOOL=bool U8=uint8 U16=uint16 U32=uint32 U64=uint64 I8=int8 I16=int16 I32=int32 I64=int64
+    F16=float16 BF16=bfloat16 F32=float32 F64=float64 C64=complex64
+    F8_E4M3=float8_e4m3fn F8_E5M2=float8_e5m2 F8_E8M0=float8_e8m0fnu
+    F8_E4M3FNUZ=float8_e4m3fnuz F8_E5M2FNUZ=float8_e5m2fnuz
+    """
+DTYPES = {code: getattr(torch, name) for code, name in re.findall(r"(\w+)=(\w+)", TABLE)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-DESCRIPTION = "step ema arch config model_config data lora".split()
+DESCRIPTION = "step ema arch config model_config data lora sha256".split()
 
 
 def described(meta: dict) -> dict[str, str]:
     """The metadata by which a file of weights (a checkpoint's, an export, adapters) describes itself."""
     return {"format": "pt"} | {key: json.dumps(meta[key]) for key in DESCRIPTION if key in meta}
+
+
+def fingerprint(tensors: Tensors) -> str:
+    """SHA-256 of names, shapes, dtypes and values. A file describes itself by that of its tensors in fp32."""
+    digest = hashlib.sha256()
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
+        digest.update(as_bytes(x))
+    return digest.hexdigest()
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
@@ -71,13 +80,13 @@ def save_safetensors(
 def load_safetensors(path: str | Path) -> tuple[Tensors, dict[str, str]]:
     """(tensors, metadata). The tensors are CPU views of a private memory map: unused tensors cost nothing."""
     tensors = {}
-    with reading(path, "is no intact .safetensors file"), open(path, "rb") as file:
+    with reading(path, "cannot be read as .safetensors"), open(path, "rb") as file:
         # Copy on write: torch wants writable memory, and the file must not change
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         content = torch.frombuffer(data, dtype=torch.uint8)
         start = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:start])
-        metadata = header.pop("__metadata__", {})
+        metadata = header.pop("__metadata__", None) or {}
         num_bytes = max([0, *(info["data_offsets"][1] for info in header.values())])
         if start + num_bytes != len(data):
             raise ValueError("its length is not what its header says")
@@ -92,7 +101,10 @@ def load_safetensors(path: str | Path) -> tuple[Tensors, dict[str, str]]:
 
 
 def read_tensors(path: Path) -> tuple[dict, dict]:
-    """(tensors, metadata) of a .safetensors file, or (tensors, {}) of a file by torch.save."""
-    if path.suffix == ".safetensors":
-        return load_safetensors(path)
+    """(tensors, metadata) of a .safetensors file, whatever its suffix, or (tensors, {}) of a file by torch.save."""
+    if path.suffix == ".json":
+        raise UserError(f"{path} holds no weights; if it is an index of shards, join them: only whole files are read")
+    with reading(path), open(path, "rb") as file:
+        if file.read(9)[8:] == b"{":  # behind the header's length; never so in a zip or a pickle
+            return load_safetensors(path)
     return load_tensors(path), {}

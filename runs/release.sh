@@ -39,7 +39,7 @@ import sys
 import numpy as np
 import torch
 
-from nanodiff.safetensors import load_safetensors, save_safetensors
+from nanodiff.safetensors import fingerprint, load_safetensors, save_safetensors
 
 commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 for tag, name in (("cifar10_final2", "cifar10"), ("cifar10_map", "cifar10_map")):
@@ -55,6 +55,8 @@ for tag, name in (("cifar10_final2", "cifar10"), ("cifar10_map", "cifar10_map"))
         digest.update(key.encode() + tensors[key].numpy().tobytes())
     release = {"commit": commit, "samples": 5000, "seeds": len(found), "figures": figures}
     release |= {"sha256_of_tensors": digest.hexdigest()}
-    save_safetensors(tensors, f"runs/weights/{name}.safetensors", metadata | {"release": json.dumps(release)})
+    metadata["release"] = json.dumps(release)
+    metadata["sha256"] = json.dumps(fingerprint({key: value.float() for key, value in tensors.items()}))  # as read
+    save_safetensors(tensors, f"runs/weights/{name}.safetensors", metadata)
     print(name, json.dumps(release))
 PYTHON

@@ -310,7 +310,7 @@ t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_
 if objective.startswith("flow_map"):
     start.teach(process, source, model_config, class_names)
     print0(f"teacher: {source.title}")
-    teacher = start.identity(source)["base"]
+    teacher = start.identity(source)
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Each rank keeps the optimizer's state of its share of the parameters, and updates that (ZeRO stage 1)
 several_gpus = world > 1 and device.type == "cuda"
@@ -407,7 +407,7 @@ def save():
             "loop": progress.copy(),
         }
         if objective.startswith("flow_map"):
-            saved["teacher"] = teacher
+            saved |= {"teacher": teacher["base"], "teacher_sha256": teacher["sha256"]}
         if lora:
             saved["lora"] = lora
             start.save_adapters(run_dir, saved, tensors)

@@ -19,7 +19,7 @@ from nanodiff.common import UserError, at, print0
 from nanodiff.files import writing
 from nanodiff.formats.load import build, find, read, with_options
 from nanodiff.formats.published import to_published
-from nanodiff.safetensors import described, save_safetensors
+from nanodiff.safetensors import described, fingerprint, save_safetensors
 
 model = ""  # tag or folder of a run, or an exported or published file; "" = the run written to last
 checkpoint_step = "newest"  # newest or >= 0: step of the run's checkpoint
@@ -58,7 +58,7 @@ try:
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == "safetensors":
         meta.pop("lora", None)  # merged
-        save_safetensors(tensors, path, described(meta))
+        save_safetensors(tensors, path, described(meta | {"sha256": fingerprint(tensors)}))
     else:
         state = tensors if form == "openai" else {"ema": tensors, "nanodiff": told}
         with writing(path) as file:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from nanodiff.formats.load import load_run
 from nanodiff.formats.published import from_diffusers, to_meta
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
-from nanodiff.safetensors import load_safetensors
+from nanodiff.safetensors import fingerprint, load_safetensors, save_safetensors
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_safetensors_hold_the_model_and_its_description(base, export, model_conf
     assert_identical(safetensors.load_file(path), load_safetensors(checkpoint / "ema_0.99.safetensors")[0])
     with safetensors.safe_open(path, framework="pt") as file:
         told = {key: json.loads(value) for key, value in file.metadata().items() if key != "format"}
-    assert told.pop("ema") == "0.99"
+    assert told.pop("ema") == "0.99" and told.pop("sha256") == fingerprint(load_safetensors(path)[0])
     assert told == {key: meta[key] for key in ("step", "arch", "model_config", "config", "data")}
 
 
@@ -75,6 +76,9 @@ def test_metas_format_comes_back_unchanged(export, tmp_path, via):
         lambda theirs: {f"module._orig_mod.{name}": x for name, x in theirs.items()},
         lambda theirs: {"model": theirs, "args": argparse.Namespace(num_classes=1000)},  # not this table's
         lambda theirs: {"state_dict": {f"module.{name}": x.half() for name, x in theirs.items()}},
+        lambda theirs: {"ema": {}, "model": theirs},
+        lambda theirs: {"ema": None, "state_dict": theirs},
+        lambda theirs: {name.replace("blocks.0.", "blocks.0._orig_mod."): x for name, x in theirs.items()},
     ],
 )
 def test_metas_weights_open_however_they_were_saved(tmp_path, saved):
@@ -82,6 +86,25 @@ def test_metas_weights_open_however_they_were_saved(tmp_path, saved):
     torch.save(saved(theirs), tmp_path / "other.pt")
     ours, other = (load_run(str(tmp_path / name), "cpu").model.state_dict() for name in ("dit.pt", "other.pt"))
     torch.testing.assert_close(other, ours, rtol=2e-2, atol=1e-3)
+
+
+def test_of_lightnings_two_copies_the_average_is_read(tmp_path, capsys):
+    theirs = meta_file(tmp_path / "dit.pt", depth=1)
+    copies = {f"model.{name}": x + 1 for name, x in theirs.items()}
+    copies |= {f"ema_model.{name}": x for name, x in theirs.items()}
+    torch.save({"state_dict": copies | {"loss.lpips.w": torch.zeros(2)}}, tmp_path / "last.ckpt")
+    ours, other = (load_run(str(tmp_path / name), "cpu").model.state_dict() for name in ("dit.pt", "last.ckpt"))
+    assert_identical(other, ours)
+    num = len(theirs)
+    assert f"last.ckpt: {num} of its {2 * num + 1} tensors are read, ema_model.*\n" in capsys.readouterr().out
+
+
+def test_a_part_of_a_model_is_not_taken_for_another_kind(tmp_path):
+    """One of several shards; a DiT with other layers."""
+    theirs = meta_file(tmp_path / "dit.pt", depth=1)
+    for dropped in ("final_layer.linear.weight", "blocks.0.mlp.fc1.weight"):
+        torch.save({name: x for name, x in theirs.items() if name != dropped}, tmp_path / "dit.pt")
+        refused("no published model, or not all of one", load_run, str(tmp_path / "dit.pt"), "cpu")
 
 
 @pytest.mark.parametrize("rows, told, args", [(6, ",label_drop=0", {}), (6, "", dict(num_classes=6)), (1, "", {})])
@@ -132,8 +155,8 @@ def test_diffusers_own_folder_loads_and_predicts_the_same(tmp_path, capsys, size
     assert difference(torch.tensor([999.0, 500.0, 3.0, 40.0])) < 1e-5
 
 
-def test_diffusers_names_by_hand():
-    """The modules of diffusers.DiTTransformer2DModel, written down from its source: each becomes ours of that shape."""
+def diffusers_model():
+    """The modules of diffusers.DiTTransformer2DModel, written down from its source, and its config.json."""
     block = {"norm1.emb.timestep_embedder.linear_1": (64, 256), "norm1.emb.timestep_embedder.linear_2": (64, 64)}
     block |= {f"attn1.{name}": (64, 64) for name in ("to_q", "to_k", "to_v", "to_out.0")}
     block |= {"norm1.linear": (6 * 64, 64), "ff.net.0.proj": (256, 64), "ff.net.2": (64, 256)}
@@ -143,12 +166,84 @@ def test_diffusers_names_by_hand():
     theirs |= {f"{name}.bias": torch.zeros(shape[:1]) for name, shape in shapes.items()}
     classes = "norm1.emb.class_embedder.embedding_table.weight"
     theirs |= {f"transformer_blocks.{i}.{classes}": torch.ones(6, 64) for i in range(2)}
-    config, ours = from_diffusers(theirs, sample_size=8, patch_size=2, num_attention_heads=2)
+    return theirs, dict(sample_size=8, patch_size=2, num_attention_heads=2)
+
+
+def test_diffusers_names_by_hand():
+    """Each module becomes ours of that shape."""
+    theirs, sizes = diffusers_model()
+    config, ours = from_diffusers(theirs, **sizes)
     DiT(config).load_state_dict(ours)
     assert (config.image_size, config.depth, config.heads, config.num_classes) == (8, 2, 2, 5)
-    theirs[f"transformer_blocks.1.{classes}"] = torch.zeros(6, 64)
+    theirs["transformer_blocks.1.norm1.emb.class_embedder.embedding_table.weight"] = torch.zeros(6, 64)
     with pytest.raises(ValueError, match="differs between blocks"):
-        from_diffusers(theirs, sample_size=8, patch_size=2, num_attention_heads=2)
+        from_diffusers(theirs, **sizes)
+
+
+MODEL = dict(_class_name="Transformer2DModel", activation_fn="gelu-approximate", norm_type="ada_norm_zero")
+SCHEDULER = dict(_class_name="DDIMScheduler", prediction_type="epsilon", num_train_timesteps=1000, trained_betas=None)
+SCHEDULER |= dict(beta_schedule="linear", beta_start=1e-4, beta_end=0.02)
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    """pipeline("scheduler", beta_end=1) -> folder of diffusers' pipeline, with that field changed in that config."""
+    theirs, sizes = diffusers_model()
+    for name in ("transformer", "scheduler"):
+        (tmp_path / name).mkdir()
+    save_safetensors(theirs, tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+
+    def write(part="", **changed):
+        configs = {"transformer/config.json": sizes | MODEL, "scheduler/scheduler_config.json": SCHEDULER}
+        for name, fields in configs.items():
+            changes = changed if name.startswith(part) else {}
+            (tmp_path / name).write_text(json.dumps(fields | changes))
+        return str(tmp_path)
+
+    return write
+
+
+def test_a_diffusers_pipeline_is_read_with_its_scheduler(pipeline, capsys):
+    for schedule, ours in (("linear", "linear"), ("squaredcos_cap_v2", "cosine")):
+        config = load_run(pipeline("scheduler", beta_schedule=schedule), "cpu").config
+        assert (config["noise_schedule"], config["num_timesteps"]) == (ours, 1000)
+        assert "does not hold rescale_timesteps=False, variance=learned_range: taken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "part, field, value",
+    [
+        ("transformer", "_class_name", "PixArtTransformer2DModel"),
+        ("transformer", "activation_fn", "gelu"),
+        ("transformer", "norm_eps", 1e-2),
+        ("scheduler", "prediction_type", "v_prediction"),
+        ("scheduler", "num_train_timesteps", 500),
+        ("scheduler", "beta_schedule", "scaled_linear"),
+        ("scheduler", "beta_end", 0.012),
+        ("scheduler", "rescale_betas_zero_snr", True),
+    ],
+)
+def test_what_a_diffusers_folder_says_otherwise_is_refused_by_name(pipeline, part, field, value):
+    folder = pipeline(part, **{field: value})
+    refused(f"comes with {field}={value}; accepted: {field}=", load_run, folder, "cpu")
+
+
+def test_a_scheduler_of_another_process_is_refused(pipeline):
+    folder = Path(pipeline())
+    flow = dict(_class_name="FlowMatchEulerDiscreteScheduler", num_train_timesteps=1000, shift=1.0)
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(flow))
+    refused("comes with beta_schedule=none; accepted: beta_schedule=linear", load_run, str(folder), "cpu")
+
+
+@pytest.mark.parametrize("suffix", ["fp16.safetensors", "bin", "fp16.bin"])
+def test_diffusers_other_files_are_read(pipeline, suffix):
+    folder = Path(pipeline(), "transformer")
+    before = load_run(str(folder), "cpu").model.state_dict()
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    theirs = {name: x.half() if "fp16" in suffix else x for name, x in diffusers_model()[0].items()}
+    write = save_safetensors if "safetensors" in suffix else torch.save
+    write(theirs, folder / f"diffusion_pytorch_model.{suffix}")
+    assert_identical(load_run(str(folder.parent), "cpu").model.state_dict(), before)
 
 
 def unet_file(path, **settings):

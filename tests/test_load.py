@@ -5,12 +5,12 @@ import hashlib
 import json
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 from conftest import ROOT, refused
-from tiny_runs import TINY, make_data, randomise
+from tiny_runs import TINY, assert_identical, make_data, randomise
 
 import nanodiff
 from nanodiff.common import UserError
@@ -65,6 +65,52 @@ def test_what_cannot_be_loaded_is_one_line(base, tmp_path):
     for content, has in (named, ".*it has a, b, c, d, e$"), ([torch.zeros(2)], ""), (unknown, ""):
         torch.save(content, tmp_path / "a.pt")
         refused(rf"a\.pt holds no model or adapters of ours{has}", load_run, str(tmp_path / "a.pt"), "cpu")
+
+
+def test_exports_verify_their_tensors(base, run_script):
+    """One bit anywhere is noticed; files without a hash, as earlier versions wrote them, load as before."""
+    write_run(base, "a", objective="flow")
+    path = run_script("export", "--model=a")["path"]
+    before = load_run(str(path), "cpu").model.state_dict()
+    tensors, metadata = load_safetensors(path)
+    data = path.read_bytes()
+    for place in (1, len(data) // 3, len(data) // 2):
+        path.write_bytes(data[:-place] + bytes([data[-place] ^ 64]) + data[len(data) - place + 1 :])
+        refused("is corrupt: its tensors do not match the SHA-256", load_run, str(path), "cpu")
+    assert metadata.pop("sha256")
+    save_safetensors(tensors, path, metadata)
+    assert_identical(load_run(str(path), "cpu").model.state_dict(), before)
+
+
+def test_names_may_be_paths_and_what_they_get_wrong_is_named(base):
+    checkpoint = write_run(base, "a", objective="flow")
+    assert nanodiff.load(base / "runs" / "a").weights == "0.99"
+    file = nanodiff.load(checkpoint / "ema_0.99.safetensors").path
+    told = f"{file},heads=2,attention_resolutions=8"
+    refused("'attention_resolutions=8' is no option of .*safetensors; accepted: step, ", load_run, told, "cpu")
+    refused("'hads=2' is no option of .*/a; accepted: ", load_run, "a,hads=2,heads=2", "cpu")
+    refused("'b' is no folder, file or tag; nearest tags: a", load_run, "b,hads=2", "cpu")
+    for folder in (checkpoint, base / "models"):
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").touch()
+        refused(
+            "no run with a checkpoint; to load .* name the file; it has .*model.safetensors",
+            load_run,
+            str(folder),
+            "cpu",
+        )
+
+
+def test_python_chooses_the_dtype_of_the_products(base, monkeypatch):
+    """As scripts.sample does."""
+    write_run(base, "a", objective="flow")
+    loaded = nanodiff.load("a")
+    seen = []
+    monkeypatch.setattr("nanodiff.sampling.loaded.autocast_to", lambda _, dtype: seen.append(dtype) or nullcontext())
+    for dtype in ("float32", "bfloat16"):
+        loaded.sample(num_images=1, steps=1, dtype=dtype)
+    assert seen == [torch.float32, torch.bfloat16]
+    refused("dtype='half' is not accepted; accepted: .*bfloat16", loaded.sample, dtype="half")
 
 
 def test_a_description_with_a_key_missing_or_odd_is_one_line(base, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from conftest import refused
 
 from nanodiff.files import load_tensors
-from nanodiff.safetensors import DTYPES, load_safetensors, save_safetensors
+from nanodiff.safetensors import DTYPES, load_safetensors, read_tensors, save_safetensors
 
 
 def one_of_each() -> dict[str, torch.Tensor]:
@@ -62,6 +62,27 @@ def test_tensors_are_writable_and_outlive_the_file(tmp_path):
     assert old.sum() == 0 and load_safetensors(path)[0]["w"].sum() == 4
 
 
+@pytest.mark.parametrize("name", ["a.safetensors", "a.sft", "a.pt", "a"])
+def test_the_first_bytes_decide_whatever_the_name(tmp_path, name):
+    tensors = {"w": torch.arange(3.0)}
+    header = json.dumps({"__metadata__": None, "w": dict(dtype="F32", shape=[3], data_offsets=[0, 12])})
+    path = write(tmp_path / name, header.encode(), tensors["w"].numpy().tobytes())
+    assert_same(read_tensors(path)[0], tensors)
+    for zipped in (True, False):
+        torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
+        assert_same(read_tensors(path)[0], tensors)
+        assert read_tensors(path)[1] == {}
+
+
+def test_a_dtype_that_torch_lacks_and_an_index_are_named(tmp_path):
+    header = json.dumps({"w": dict(dtype="F6_E2M3", shape=[4], data_offsets=[0, 3])})
+    path = write(tmp_path / "a.safetensors", header.encode(), bytes(3))
+    refused("a.safetensors cannot be read as .safetensors: KeyError: 'F6_E2M3'", read_tensors, path)
+    index = tmp_path / "a.safetensors.index.json"
+    index.write_text('{"weight_map": {}}')
+    refused("index.json holds no weights; if it is an index of shards, join them", read_tensors, index)
+
+
 def test_unaligned_tensors(tmp_path):
     data = b"\x01" + torch.tensor([1.5, -2.5]).numpy().tobytes()
     header = {
@@ -80,11 +101,11 @@ def test_a_file_cut_anywhere_or_of_another_kind_is_refused(tmp_path):
     too_long = b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}'
     for size in (0, 8, 100, len(data) - 1):
         path.write_bytes(data[:size])
-        refused(r"a\.safetensors is no intact", load_safetensors, path)
+        refused(r"a\.safetensors cannot be read as", load_safetensors, path)
     path.write_bytes((2**40).to_bytes(8, "little") + b"{}")
-    refused(r"a\.safetensors is no intact", load_safetensors, path)
+    refused(r"a\.safetensors cannot be read as", load_safetensors, path)
     for header in (too_long, b"{hello"):
-        refused(r"a\.safetensors is no intact", load_safetensors, write(path, header, bytes(8)))
+        refused(r"a\.safetensors cannot be read as", load_safetensors, write(path, header, bytes(8)))
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     for read in (load_safetensors, load_tensors):
         refused("git lfs pull$", read, path)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import script_settings
+from conftest import refused, script_settings
 from figures import inputs
 from tiny_runs import TINY, load, make_data, make_run, randomise
 
@@ -59,6 +59,37 @@ def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, c
     capsys.readouterr()
     assert load_run(str(tmp_path / "again.pt"), "cpu").model.config.heads == 2
     assert "does not hold" not in capsys.readouterr().out
+
+
+def test_a_damaged_description_of_the_newest_checkpoint_is_skipped(base, run_script, capsys):
+    """A run with init_from takes its settings from its newest intact checkpoint."""
+    make_data()
+    make_run(run_script, "old")
+    tuned = (*TINY, "--init_from=old", "--model_tag=new", "--save_every=1")
+    run_dir = run_script("base_train", *tuned, "--num_iterations=2")["run_dir"]
+    for damaged in ('{"changes": 1}', '{"config": [], "model_config": {}}'):
+        (run_dir / "checkpoints" / "step_000002" / "meta.json").write_text(damaged)
+        assert run_script("base_train", *tuned, "--num_iterations=2")["start_step"] == 1
+        assert "corrupt checkpoint skipped: " in capsys.readouterr().out
+
+
+def test_a_maps_teacher_cannot_be_exchanged(base, run_script):
+    """By its weights, not its name; a map of an earlier version, which holds only the name, goes on."""
+    make_data()
+    teacher = make_run(run_script, "old") / "checkpoints" / "step_000001"
+    its_map = (*TINY, "--init_from=old", "--objective=flow_map", "--model_tag=map", "--resume=changed")
+    run_dir = run_script("base_train", *its_map, "--num_iterations=1")["run_dir"]
+    tensors = {p.stem: load(p) for p in teacher.iterdir() if p.suffix != ".json"}
+    tensors["ema_0.999"] = randomise(tensors["ema_0.999"], seed=5)
+    save_checkpoint(teacher.parents[1], 1, tensors, load_meta(teacher))
+    exchanged = ("base_train", *its_map, "--num_iterations=2")
+    refused("old/.*has other weights than when it became this run's teacher", run_script, *exchanged)
+    checkpoint = run_dir / "checkpoints" / "step_000001"
+    meta = load_meta(checkpoint)
+    assert meta["teacher"] == "old,step=1,ema=0.999" and meta.pop("teacher_sha256")
+    tensors = {p.stem: load(p) for p in checkpoint.iterdir() if p.suffix != ".json"}
+    save_checkpoint(run_dir, 1, tensors, meta)
+    assert run_script(*exchanged)["step"] == 2
 
 
 def test_new_models_see_t_slowly_and_older_ones_as_before(base, run_script):

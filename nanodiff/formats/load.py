@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,11 +24,15 @@ from nanodiff.formats import options
 from nanodiff.formats.adapters import PREFIX, merge
 from nanodiff.formats.published import NO_MODEL, read_published
 from nanodiff.models.build import empty_model, load_weights, stored_config
-from nanodiff.safetensors import read_tensors
-from nanodiff.training.checkpoint import find_weights, list_checkpoints, load_meta
+from nanodiff.safetensors import fingerprint, read_tensors
+from nanodiff.training.checkpoint import find_weights
 
 WEIGHTS = Path(__file__).parents[2] / "runs" / "weights"  # in a clone
-DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
+# Files of weights in the folder of a diffusers model, beside a config.json; a later one is preferred
+DIFFUSERS = """
+    diffusion_pytorch_model.fp16.bin diffusion_pytorch_model.bin
+    diffusion_pytorch_model.fp16.safetensors diffusion_pytorch_model.safetensors
+    """.split()
 OTHER_VERSION = "describes no model of this version"
 OPTIONS = read_settings(vars(options))
 OPTION = re.compile(f",({'|'.join(OPTIONS)})=([^,]*)$")
@@ -117,11 +120,12 @@ def find_run(run: str) -> Path:
     for path in places:
         if os.path.exists(path):  # False, instead of an exception, for a name that is too long
             return Path(path)
-    hint = ""
-    if "," in run:
-        hint = f" (options behind it: {', '.join(OPTIONS)})"
+    name, comma, option = run.rpartition(",")
+    if comma:
+        path = find_run(split_options(name)[0])
+        raise UserError(f"{option!r} is no option of {path}; accepted: {', '.join(OPTIONS)}")
     raise UserError(
-        f"{run!r} is no folder, file or tag{hint}; nearest tags: {nearest(run, [p.name for p in known])}; "
+        f"{run!r} is no folder, file or tag; nearest tags: {nearest(run, [p.name for p in known])}; "
         f"shipped: {', '.join(shipped())}; scripts.base_train trains one"
     )
 
@@ -144,14 +148,15 @@ def with_options(path: Path, told: dict) -> str:
     return ",".join([str(path), *(f"{name}={told[name]}" for name in sorted(told))])
 
 
-def find(name: str, **asked):
-    """The file of weights that load_run's arguments name, and the options given for it. `asked`: step, ema."""
-    name, told = split_options(name)
+def find(name, **asked):
+    """The file of weights that load_run's arguments name, and the options given for it. `name`: str or Path; `asked`:
+    step, ema."""
+    name, told = split_options(str(name))
     for key, value in asked.items():
         if value != getattr(options, key) and told.setdefault(key, value) != value:
             raise UserError(f"{key}={value} beside {name},{key}={told[key]}; accepted: one of them")
     path = find_run(name)
-    for file in (path / DIFFUSERS, path / "transformer" / DIFFUSERS):
+    for file in [path / folder / name for folder in ("", "transformer") for name in DIFFUSERS]:
         if file.is_file():
             path = file
     of_file = path.is_file()
@@ -189,7 +194,10 @@ def read_file(path: Path, told: dict):
         "".join([meta["ema"], data["name"]] + data["class_names"])
         range(meta["step"])
         why_unguided(meta["config"], True)
-        return meta, {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
+        tensors = {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
+    if "sha256" in meta and meta["sha256"] != fingerprint(tensors):
+        raise UserError(f"{path} is corrupt: its tensors do not match the SHA-256 in its metadata")
+    return meta, tensors
 
 
 def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, dict]:
@@ -236,11 +244,3 @@ def load_run(
     """
     meta, tensors = read(*find(run, step=step, ema=ema), lora, lora_scale)
     return build(meta, tensors, device)
-
-
-def newest_meta(run_dir: Path) -> dict:
-    """The meta of the newest checkpoint with a readable one; {} without any."""
-    for _, checkpoint in reversed(list_checkpoints(run_dir)):
-        with suppress(UserError):
-            return load_meta(checkpoint)
-    return {}

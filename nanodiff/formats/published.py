@@ -49,8 +49,15 @@ OPTIONS = {  # the settings that each form lacks (options.py)
     "diffusers": GAUSSIAN,
     "openai": ("heads", "num_heads_upsample", "image_size", *GAUSSIAN),
 }
-NO_MODEL = "holds no model or adapters of ours and no published model"
+NO_MODEL = "holds no model or adapters of ours and no published model, or not all of one"
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
+# Fields of diffusers' configs that our model and process fix, and the values that they have there
+ACCEPTED = """
+    _class_name=DiTTransformer2DModel _class_name=Transformer2DModel activation_fn=gelu-approximate
+    norm_type=ada_norm_zero norm_eps=1e-05 norm_eps=1e-06 norm_elementwise_affine=False attention_bias=True
+    prediction_type=epsilon num_train_timesteps=1000 beta_schedule=linear beta_schedule=squaredcos_cap_v2
+    beta_start=0.0001 beta_end=0.02 trained_betas=None rescale_betas_zero_snr=False
+    """.split()
 # One name of each form, after a prefix such as DDP's
 FIRST = re.compile(r"(?m)^(.*\.|)(x_embedder\.proj|pos_embed\.proj|input_blocks\.0\.0)\.weight$")
 SIT = re.compile("(?i)(?<![a-z])(sit|repa)(?![a-z])(?!.*(?<![a-z])dit(?![a-z]))")  # in a path, with no DiT after it
@@ -221,6 +228,23 @@ def with_attention(state_dict: dict, *width: int) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
 
+
+def scheduler_settings(path: Path, config: dict) -> dict:
+    """The settings that the scheduler of diffusers' pipeline holds, if any. UserError if it or config differ from what
+    our form fixes."""
+    scheduler = path.parent.with_name("scheduler") / "scheduler_config.json"
+    settings = {}
+    if scheduler.exists():
+        config = {"beta_schedule": "none"} | read_json(scheduler) | config
+        settings["num_timesteps"] = 1000
+        settings["noise_schedule"] = config["beta_schedule"].replace("squaredcos_cap_v2", "cosine")
+    for name, value in config.items():
+        accepted = [text for text in ACCEPTED if text.startswith(f"{name}=")]
+        if accepted and f"{name}={value}" not in accepted:
+            raise UserError(f"{path} comes with {name}={value}; accepted: {', '.join(accepted)}")
+    return settings
+
+
 FORMS = {"meta": from_meta, "sit": from_sit, "diffusers": from_diffusers, "openai": from_openai}
 
 
@@ -232,13 +256,17 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
     """
     tensors = saved
     for key in ("ema", "model", "state_dict"):
-        tensors = tensors.get(key, tensors)
-    names = "\n".join(map(str, tensors))
-    found = FIRST.search(names)
-    if not found:
-        raise UserError(f"{path} {NO_MODEL}; it has {', '.join(names.split()[:5]) or 'nothing'}")
-    prefix, first = found.groups()
-    tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
+        tensors = tensors.get(key) or tensors
+    tensors = {f"{name}".replace("_orig_mod.", ""): x for name, x in tensors.items()}  # torch.compile's
+    copies = FIRST.findall("\n".join(tensors))
+    if not copies:
+        raise UserError(f"{path} {NO_MODEL}; it has {', '.join([*tensors][:5]) or 'nothing'}")
+    prefix, first = max(copies, key=lambda copy: "ema" in copy[0])
+    num_tensors = len(tensors)
+    tensors = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+    note = ""
+    if len(tensors) < num_tensors:
+        note = f"note: {path}: {len(tensors)} of its {num_tensors} tensors are read, {prefix}*\n"
     args = saved.get("args")  # of Meta's training
     if len(tensors.get("y_embedder.embedding_table.weight", ())) == getattr(args, "num_classes", 1):
         told = {"label_drop": 0.0} | told  # no null class
@@ -264,6 +292,7 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
     elif first == "pos_embed.proj":
         form = "diffusers"
         sizes = read_json(path.with_name("config.json"))
+        told = scheduler_settings(path, sizes) | told
     options = OPTIONS[form]
     for name in told.keys() - {*options}:
         raise UserError(f"{path} is read without {name}={told[name]}; accepted: {', '.join(sorted(options))}")
@@ -286,16 +315,15 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
     settings = config | fields | model_settings(model_config)
     settings["label_drop"] = f"{config['label_drop']} ({num_classes} classes and a null class)"
     assumed = [f"{name}={settings[name]}" for name in options if name not in told]
-    note = ""
     if assumed:
-        note = f"note: {path} does not hold {', '.join(assumed)}: taken as published; to change: {path.name},NAME=..."
+        note += f"note: {path} does not hold {', '.join(assumed)}: taken as published; to change: {path.name},NAME=..."
     meta = {
         "step": 0,
         "ema": "as published",
         "arch": settings["arch"],
         "config": config,
         "model_config": fields,
-        "note": note,
+        "note": note.strip(),
         "data": {
             "name": "",
             "kind": "images" if channels <= 3 else "latents",

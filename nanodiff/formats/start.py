@@ -11,10 +11,10 @@ from nanodiff.data.dataset import match_labels, same_order
 from nanodiff.diffusion.guidance import learns_guidance
 from nanodiff.files import reading
 from nanodiff.formats.adapters import ROWS, B, check_base, class_rows, identity, save_adapters  # noqa: F401 (base_train)
-from nanodiff.formats.load import OTHER_VERSION, Loaded, build, find, newest_meta, read, read_file, split_options
+from nanodiff.formats.load import OTHER_VERSION, Loaded, build, find, read, read_file, split_options
 from nanodiff.models.build import load_weights, model_settings, stored_config
 from nanodiff.models.lora import add_lora, class_table, trained
-from nanodiff.training.checkpoint import run_folder
+from nanodiff.training.checkpoint import find_checkpoint, load_meta, run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
 PROCESS = """
@@ -36,7 +36,8 @@ def inherited(config) -> dict:
     data = Path(config["data"]).absolute().name
     suffix = "_lora" if config["lora_rank"] else ""
     model_tag = config["model_tag"] or f"{base}_{data}{suffix}"
-    own = newest_meta(run_folder(model_tag))
+    checkpoint = find_checkpoint(run_folder(model_tag))  # verified, as it may be damaged
+    own = load_meta(checkpoint) if checkpoint else {}
     meta = own or read_file(*find(config["init_from"]))[0]
     model_config = stored_config(meta)
     shape = model_settings(model_config) | {"class_cond": model_config.num_classes > 0}
@@ -57,7 +58,7 @@ def inherited(config) -> dict:
         if not own:
             theirs["guided_from"] = 0.0
         names += ["guided_from", "cfg_scale", "cfg_interval"]
-    if own or "sha256" in meta:  # a file of adapters is continued; a run of them counts as a merged model
+    if own or {"sha256", "lora"} <= meta.keys():  # a file of adapters is continued; a run counts as merged
         names += ["lora_rank", "lora_alpha", "lora_targets"]
     return {"model_tag": model_tag} | {name: theirs[name] for name in names if name in theirs}
 
@@ -81,10 +82,12 @@ def open_source(config: dict, meta: dict, device):
             adapters, tensors = read_file(*found)
         else:
             source = build(*read(*found), device)
+            if "teacher_sha256" in meta and meta["teacher_sha256"] != identity(source)["sha256"]:
+                raise UserError(f"{source.source} has other weights than when it became this run's teacher")
     if adapters:
         with reading(config["init_from"], OTHER_VERSION):
             base = read(*find(adapters["lora"]["base"]))
-        check_base(*base, adapters | {"source": config["init_from"]}, tensors)
+        check_base(*base, adapters | {"source": config["init_from"]})
         continued = None if meta else (adapters["lora"], tensors)
         source = replace(build(*base, device), data=adapters["data"], adapters=continued)
     data = meta["data"] if meta else source.data

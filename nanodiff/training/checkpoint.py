@@ -149,7 +149,10 @@ def find_weights(run_dir: Path, step: int | str = "newest", ema: str = "") -> Pa
     """The file of weights in the checkpoint from find_checkpoint. `ema`: a rate, "raw", or "" for the first rate."""
     checkpoint = find_checkpoint(run_dir, step)
     if checkpoint is None:
-        raise UserError(f"{run_dir} holds no checkpoint")
+        raise UserError(
+            f"{run_dir} is no run with a checkpoint; to load a file of weights in it, name the file; "
+            f"it has {', '.join(sorted(os.listdir(run_dir)))[:300] or 'nothing'}"
+        )
     kept = [*map(str, load_meta(checkpoint)["ema_rates"]), "raw"]
     ema = ema or kept[0]
     if ema not in kept:
