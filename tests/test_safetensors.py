@@ -40,6 +40,7 @@ def write(path, header, data):
 
 def test_the_official_library_and_we_read_each_other(tmp_path):
     official = pytest.importorskip("safetensors.torch", reason="the official library")
+    assert set(official._TYPES.items()) <= set(DTYPES.items())
     tensors = one_of_each()
     save_safetensors(tensors, tmp_path / "ours", {"step": "500"})
     assert_same(official.load_file(tmp_path / "ours"), tensors)
