@@ -18,16 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanodiff.common import Tensors, UserError, get_dist
-from nanodiff.dist import join_ranks
+from nanodiff.common import Tensors, UserError, get_dist, print0
+from nanodiff.dist import compare_ranks, join_ranks
 
 
-def init_device(device_type: str, timeout_s: float = 0, deterministic: bool = False) -> torch.device:
+def init_device(device_type: str, timeout_s: float = 0, config: dict | None = None) -> torch.device:
     """Choose the device ("" = the best present) and, under torchrun, join the process group.
 
     The run aborts when a rank is silent for `timeout_s`; 0 = $NANODIFF_RANK_TIMEOUT, by default 600.
-    `deterministic`: CUDA repeats every sum bit for bit.
+    `config`: a script's settings, which must be equal on all ranks. With "deterministic", CUDA repeats every sum bit
+    for bit.
     """
+    config = config or {}
     present = []
     if torch.cuda.is_available():
         present.append("cuda")
@@ -54,7 +56,7 @@ def init_device(device_type: str, timeout_s: float = 0, deterministic: bool = Fa
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Growing segments fragment less memory
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        if deterministic:
+        if config.get("deterministic"):
             repeat_bits()
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True  # as cuDNN's is by default
@@ -70,6 +72,8 @@ def init_device(device_type: str, timeout_s: float = 0, deterministic: bool = Fa
                 raise UserError(f"NANODIFF_RANK_TIMEOUT={text!r}; accepted: seconds")
             timeout_s = timeout_s or float(text)
             join_ranks(backend, timeout_s, device if backend == "nccl" else None)
+        # "auto" may mean another dtype on another machine
+        compare_ranks(config | {"dtype": choose_dtype(config.get("dtype", "auto"), device)})
     return device
 
 

@@ -9,11 +9,13 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from nanodiff.common import Batches, LostRank, Progress, UserError, excepthook, get_dist, is_first_rank
+from nanodiff.files import sha256_of
 
 
 @contextlib.contextmanager
@@ -98,6 +100,18 @@ def from_first_rank(value, what: str = "a result"):
             wait_for_first_rank()
             dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+def compare_ranks(config: dict) -> None:
+    """A collective: refuse a rank whose settings, torch or code differ from the first rank's. Each machine reads its
+    own presets and checkout. Only the names of the run may differ."""
+    root = Path(__file__).parents[1]
+    code = sha256_of(*sorted([*root.glob("nanodiff/**/*.py"), *root.glob("scripts/*.py")]))
+    facts = config | {"torch": torch.__version__, "code": code[:8], "model_tag": "", "run": ""}
+    first = from_first_rank(facts, "the settings")
+    differences = [f"{name}={x}, rank 0 {first.get(name)}" for name, x in facts.items() if x != first.get(name)]
+    if differences:
+        raise UserError(f"rank {get_dist()[0]} has {'; '.join(differences)}; accepted: the same on every rank")
 
 
 def leave_together() -> None:

@@ -94,7 +94,7 @@ FIGURES = {  # what is printed, in this order; the file has all figures
 # ---------------------------------------------------------------------------------------------------------------------
 # The run or the samples to evaluate, and the name of their data set
 
-device = init_device(device_type, timeout_s=86_400)  # the first rank may compare for long
+device = init_device(device_type, 86_400, config)  # the first rank may compare for long
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 result = {"metric": metric}

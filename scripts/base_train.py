@@ -168,7 +168,7 @@ if ddp_rank == 0:
 # ---------------------------------------------------------------------------------------------------------------------
 # The machine
 
-device = init_device(device_type, deterministic=deterministic)
+device = init_device(device_type, config=config)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 # FLOP/s of one device, as device.py lists it or measured. mfu counts matrix products and attention

@@ -42,7 +42,7 @@ config = configure(globals())
 
 if not data or not autoencoder:
     raise UserError("give --data=NAME of an image set and --autoencoder=PATH of its weights")
-device = init_device(device_type)
+device = init_device(device_type, config=config)
 source = open_dataset(data)
 encoder = open_autoencoder(autoencoder).to(device)
 check_sides(source, encoder.downsample)

@@ -78,7 +78,7 @@ GRID_IMAGES = 256  # the most that a grid shows
 # Setup: the model, the sampler
 
 rank, _, world = get_dist()
-device = init_device(device_type, timeout_s=604_800)  # ranks wait for the slowest, and while rank 0 writes
+device = init_device(device_type, 604_800, config)  # ranks wait for the slowest, and while rank 0 writes
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 loaded = load_run(model, device, checkpoint_step, ema, lora, lora_scale)

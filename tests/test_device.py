@@ -11,8 +11,75 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, refused
+from processes import on_ranks
 
+from nanodiff.common import UserError
 from nanodiff.device import choose_dtype, init_device, peak_flops, why_not_compiled
+from nanodiff.dist import compare_ranks
+
+
+def init_with_other_settings(rank):
+    """The line with which this rank is refused, or ""."""
+    config = {"model_tag": f"on{rank}", "lr": 0.05 if rank else 0.004, "dtype": "auto", "depth": 4}
+    torch.cpu._is_avx512_bf16_supported = lambda: rank == 0
+    try:
+        init_device("cpu", config=config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_compare_settings_and_what_auto_means():
+    """Each machine reads its own presets and command, and may have another kind of CPU. Tags may differ."""
+    line = (
+        "rank 1 has lr=0.05, rank 0 0.004; dtype=torch.float32, rank 0 torch.bfloat16; accepted: the same on every rank"
+    )
+    assert on_ranks(init_with_other_settings) == ["", line]
+
+
+@pytest.mark.parametrize("difference", ["torch", "code"])
+def test_ranks_compare_code_and_torch(monkeypatch, difference):
+    first = {"torch": torch.__version__, "code": "0a1b2c3d"} | {difference: "other"}
+    monkeypatch.setattr("nanodiff.dist.sha256_of", lambda *paths: "0a1b2c3d4e5f")
+    monkeypatch.setattr("nanodiff.dist.from_first_rank", lambda facts, what: facts | first)
+    monkeypatch.setenv("RANK", "3")
+    refused(f"^rank 3 has {difference}=.*, rank 0 other; accepted: the same", compare_ranks, {})
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "3"},
+        STEP,
+        {"OMPI_COMM_WORLD_SIZE": "8"},
+        {"PMI_SIZE": "8"},
+    ],
+)
+def test_tasks_that_nobody_numbered_are_refused(monkeypatch, environment):
+    """Else each would train alone. torchrun numbers its workers, also where srun has started it."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    refused("^8 tasks without RANK: start them by torchrun or runs/multinode.sh$", init_device, "cpu")
+    monkeypatch.setenv("RANK", "0")
+    assert init_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"},  # salloc
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # sbatch's own script
+        STEP | {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},  # salloc's interactive step, srun --ntasks=1
+        {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": ""},
+    ],
+)
+def test_one_task_trains_whatever_its_job_could_start(monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert init_device("cpu").type == "cpu"
 
 
 def test_the_best_device_is_chosen_and_an_absent_one_refused(monkeypatch):
