@@ -51,7 +51,7 @@ from nanodiff.training.batch import automatic_batch, cut_batch, memory_line
 from nanodiff.training.checkpoint import Saver, lock_run, resume_point, run_folder, way_back
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
-from nanodiff.training.optim import LossScaler, param_groups
+from nanodiff.training.optim import AdamW, LossScaler, Muon, param_groups
 from nanodiff.training.settings import check_settings, refuse_useless
 from nanodiff.training.shard import Optimizer
 from nanodiff.training.validation import validation_loss
@@ -170,6 +170,7 @@ if ddp_rank == 0:
 
 device = init_device(device_type, config=config)
 compute_dtype = choose_dtype(dtype, device)
+dtype = str(compute_dtype).removeprefix("torch.")
 autocast = autocast_to(device, compute_dtype)
 # FLOP/s of one device, as device.py lists it or measured. mfu counts matrix products and attention
 peak, peak_source = peak_flops(device, compute_dtype)
@@ -200,8 +201,8 @@ if sample_every >= 0:
 # ---------------------------------------------------------------------------------------------------------------------
 # What is learned, and the model that learns it
 
-before = {"time_input": "1000t"} | meta["config"] if checkpoint else {}  # a resumed run may be older than a setting
-meta["config"] = before
+# A resumed run may be older than a setting
+meta["config"] = before = {"time_input": "1000t"} | meta["config"] if checkpoint else {}
 if time_input == "auto":
     of_new = "62.5t" if arch == "dit" and not init_from else "1000t"
     config["time_input"] = time_input = before.get("time_input", of_new)
@@ -316,7 +317,8 @@ if objective.startswith("flow_map"):
 several_gpus = world > 1 and device.type == "cuda"
 grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # as sent
 groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
-optim = Optimizer(raw_model, groups, beta2, compile, grad_dtype)
+rules = {"muon": Muon(device, compile, compute_dtype), "adamw": AdamW(beta2)}
+optim = Optimizer(raw_model, groups, rules, grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if fp8:
@@ -327,6 +329,7 @@ if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, total_batch_size // world)
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
+config["device_batch_size"] = device_batch_size
 print0(f"batch: {total_batch_size:,} images ({device_batch_size} x {world} devices x {grad_accum_steps} passes)")
 print0(memory_line(raw_model, optim, ema, device_batch_size))  # d12: 2 GiB + 88 MiB an image
 

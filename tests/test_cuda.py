@@ -71,8 +71,7 @@ def test_a_step_of_the_optimizer_is_that_of_fp32_on_a_cpu(device, dtype, toleran
     updates = []
     for where, muon_dtype in ((CPU, torch.float32), (device, dtype)):
         model = build(where)
-        optim = make_optimizer(model, compile=is_compiled)  # on a CPU this compiles nothing
-        optim.buffers[-1].rule.dtype = muon_dtype
+        optim = make_optimizer(model, compile=is_compiled, dtype=muon_dtype)  # on a CPU this compiles nothing
         before = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
         for i, p in enumerate(model.parameters()):
             p.grad = draw_rows((1, i), 0, "cpu", p.detach()[None].to(where))[0]

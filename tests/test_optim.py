@@ -19,12 +19,6 @@ from nanodiff.training.ema import EMA
 from nanodiff.training.optim import POLAR_EXPRESS, LossScaler, normalised, polar_express
 
 
-@pytest.fixture(autouse=True)
-def fp32_products(monkeypatch):
-    """The laws below hold to fp32's precision, whatever this machine would choose for Muon's matrix products."""
-    monkeypatch.setattr(optim, "choose_dtype", lambda *_: torch.float32)
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -252,7 +246,7 @@ OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1}
 
 def two_ranks(folder):
     """What each of two ranks finds, with its half of every batch and, before the optimizer, weights of its own."""
-    optim.choose_dtype, shard.LEAST_PART = lambda *_: torch.float32, 1000
+    shard.LEAST_PART = 1000
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     rows, found = slice(32 * rank, 32 * rank + 32), {}

@@ -18,7 +18,7 @@ from nanodiff.files import load_tensors
 from nanodiff.models.autoencoder import AutoencoderKL
 from nanodiff.safetensors import load_safetensors, save_safetensors
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
-from nanodiff.training.optim import param_groups
+from nanodiff.training.optim import AdamW, Muon, param_groups
 from nanodiff.training.shard import Optimizer
 
 TIMELESS = ("--dtype=float32", "--device_type=cpu")
@@ -48,10 +48,21 @@ def make_data(name="tiny", resolution=16, class_names=CLASS_NAMES, overwrite=Fal
                 writer.append(split, images, labels % len(class_names) if class_names else None, **vectors)
 
 
-def make_optimizer(model, optimizer="muon", lr=3e-3, muon_lr=0.02, weight_decay=0.0, **options):
+def make_optimizer(
+    model,
+    optimizer="muon",
+    lr=3e-3,
+    muon_lr=0.02,
+    weight_decay=0.0,
+    beta2=0.999,
+    compile=False,
+    dtype=torch.float32,
+    grad_dtype=torch.float32,
+):
     """As base_train does, by its defaults."""
-    options = {"beta2": 0.999, "compile": False, "grad_dtype": torch.float32} | options
-    return Optimizer(model, param_groups(model, optimizer, lr, muon_lr, weight_decay), **options)
+    device = next(model.parameters()).device
+    rules = {"muon": Muon(device, compile, dtype), "adamw": AdamW(beta2)}
+    return Optimizer(model, param_groups(model, optimizer, lr, muon_lr, weight_decay), rules, grad_dtype)
 
 
 def decode_png(data):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from nanodiff.common import UserError
-from nanodiff.device import choose_dtype, why_not_compiled
+from nanodiff.device import why_not_compiled
 
 # Polar Express, the first 5 of 8 rows, then the last (Amsel et al. 2025, arXiv:2505.16932, listing 1): each polynomial
 # a x + b x^3 + c x^5 is minimax for the output of those before it on singular values in [1e-3, 1]. After five, ripples
@@ -67,13 +67,13 @@ def pays_to_compile(device: torch.device) -> bool:
 class Muon:
     """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    The polar factor is computed in bf16 where the device has it.
+    The polar factor is computed in bf16 if the model is, else in fp32.
     """
 
     keeps = ("momentum",)  # state tensors per parameter
 
-    def __init__(self, device: torch.device, compile: bool):
-        self.dtype = torch.bfloat16 if choose_dtype("auto", device) == torch.bfloat16 else torch.float32
+    def __init__(self, device: torch.device, compile: bool, compute_dtype: torch.dtype):
+        self.dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
         self.compiled = compile and pays_to_compile(device)
         halves = look_ahead, descend
         if self.compiled:  # each becomes one pass over memory; tests/test_cuda.py compares them with eager code

@@ -23,6 +23,9 @@ RATES = set(
 )
 
 
+DERIVED = ("num_iterations", "device_batch_size", "dtype")
+
+
 def check_settings(checkpoint: Path, meta: dict, config) -> None:
     """Refuse settings that differ from the checkpoint's, unless they are FREE or, on request, RATES.
 
@@ -32,9 +35,10 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
     changed = {}
     for key, value in config.items():
         was = meta["config"].get(key, config.defaults[key])
-        # 0 steps train nothing; -1 was derived from the other settings of the horizon, which are compared
-        is_same_horizon = key == "num_iterations" and (value == 0 or was == -1)
-        if value != was and not is_same_horizon:
+        # 0 steps train nothing, 0 images are yet to be derived; -1 was derived from the other settings of the horizon,
+        # which are compared. Older runs did not record what "auto" was
+        is_open = key in DERIVED and (value == 0 or was in (-1, "auto"))
+        if value != was and not is_open:
             changed[key] = f"{key}={value!r} (was {was!r})"
     free = FREE - {"cfg_scale", "cfg_interval"} if learns_guidance(config) else FREE
     fixed = [text for key, text in changed.items() if key not in free | RATES]

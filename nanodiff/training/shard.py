@@ -16,7 +16,7 @@ from torch import Tensor
 from nanodiff.common import Tensors, UserError, get_dist
 from nanodiff.device import host_copy, to_host
 from nanodiff.dist import collective
-from nanodiff.training.optim import BLOCKS, AdamW, Muon
+from nanodiff.training.optim import BLOCKS
 
 
 def align(n: int) -> int:
@@ -180,7 +180,7 @@ class Optimizer:
     """Updates the param_groups of a model that is already on its device, in fp32. Making one is a collective.
 
     `sync_grads(stop); step(grad_scale); norm, stop = read_norm(); zero_grad()`; the groups' "lr" may be set before.
-    `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
+    `rules`: {kind of group: Muon or AdamW}. `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
     If last_micro_step is set before a step's last backward, each buffer's exchange starts as soon as its gradients are
     there; else sync_grads starts it.
     """
@@ -191,12 +191,10 @@ class Optimizer:
         self,
         model: torch.nn.Module,
         groups: list[dict],
-        beta2: float,
-        compile: bool,
+        rules: dict,
         grad_dtype: torch.dtype,
     ):
         rank, _, self.world = get_dist()
-        rules = {"muon": Muon(next(model.parameters()).device, compile), "adamw": AdamW(beta2)}
         self.steps = 0
         self.param_groups = groups
         self.buffers = [
