@@ -16,6 +16,7 @@ from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats import load
 from nanodiff.metrics import classifier, features
 from nanodiff.safetensors import save_safetensors
+from nanodiff.sampling.draw import ModelSamples
 
 
 @pytest.fixture
@@ -199,6 +200,15 @@ def test_fid(base, run_script, monkeypatch, tmp_path):
     assert itself["fid"] < 1e-6 and (itself["num_images"], itself["recall"]) == (12, 1)
     assert result["fid"] > itself["fid"] and result["inception_score"] >= 1 and 0 <= result["precision"] <= 1
     assert {"kid", "kid_std", "recall"} <= result.keys() and "class_accuracy" not in result
+
+
+def test_training_does_not_measure_samples_that_are_not_finite(base, run_script, monkeypatch, quick_classifier):
+    """Pictures of NaN have a distance as well."""
+    make_data()
+    monkeypatch.setattr(ModelSamples, "sample", lambda self, noise, cond, **more: noise.log())  # NaN where below 0
+    fid = ("--fid_every=1", "--fid_images=12", "--fid_metric=fd_classifier", "--sample_steps=1")
+    with pytest.raises(FloatingPointError, match="^12 of 12 samples are not finite"):
+        run_script("base_train", *TINY, "--num_iterations=2", *fid)
 
 
 def test_training_finds_what_base_eval_finds(base, run_script, quick_classifier):

@@ -173,6 +173,7 @@ def sample_quality(metric: str, dataset, num_images: int, codec, model_config):
         samples.in_proportion(dataset.name, "train", num_images)
         batches = samples.batches(np.arange(num_images), batch_size)
         found = collect_features(samples.images, batches, network, "samples")
+        samples.check_finite(num_images)
         return from_first_rank(found and compare(metric, found, reference), "samples' figures")
 
     return measure

@@ -16,7 +16,7 @@ from nanodiff.data.dataloader import shuffled
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import Shape, from_stored, to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
-from nanodiff.dist import gather_batches
+from nanodiff.dist import gather_batches, over_ranks
 from nanodiff.png import make_grid
 
 
@@ -258,6 +258,11 @@ class ModelSamples:
         self.not_finite += int((~x0.isfinite().flatten(1).all(1)).sum())
         return x0
 
+    def check_finite(self, n: int) -> None:
+        """A collective: FloatingPointError if some of n drawn images are not finite."""
+        if bad := int(over_ranks(self.not_finite)):
+            raise FloatingPointError(f"{bad:,} of {n:,} samples are not finite (NaN)")
+
     def images(self, ids, on_step=None) -> Tensor:
         """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
         return self.codec.to_pixels(self.draw(ids, on_step))
@@ -310,4 +315,5 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
         return [picture for triple in triples for picture in triple]
 
     pictures = [picture for part in gather_batches(draw, batches, "grid") for picture in part]
+    samples.check_finite(n)
     return make_grid(pictures, columns) if pictures else None

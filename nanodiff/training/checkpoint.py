@@ -53,8 +53,13 @@ def save_checkpoint(
 ) -> Path:
     """On rank 0: write checkpoints/step_<step>, with a file for each of `tensors` (weights, optim, train).
 
-    Then delete the oldest checkpoints beyond `keep` intact ones (-1 keeps all).
+    Then delete the oldest checkpoints beyond `keep` intact ones (-1 keeps all). FloatingPointError if weights or
+    averages are not finite.
     """
+    for name in tensors.keys() - {"optim", "train"}:
+        for key, x in tensors[name].items():
+            if not x.isfinite().all():
+                raise FloatingPointError(f"step {step}: {name}: {key} is not finite; earlier checkpoints are intact")
     parent = run_dir / "checkpoints"
     temporary = parent / f".tmp-step_{step:06d}"
     final = parent / f"step_{step:06d}"

@@ -19,7 +19,7 @@ from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks
 from nanodiff.files import names_file, read_json, reading, write_atomic, write_json
 from nanodiff.png import encode_png
-from nanodiff.training.checkpoint import go_back, trim_metrics
+from nanodiff.training.checkpoint import go_back, trim_metrics, way_back
 
 
 def quartile_sums(t, values, weight, process) -> Tensor:
@@ -238,8 +238,12 @@ class RunLog:
             self.wandb.log(finite, step=finite["step"])
 
     def evaluation(self, step: int, found: dict) -> str:
-        """Log an evaluation's figures, val/... -> the line to print."""
+        """Log an evaluation's figures, val/... -> the line to print. One that is not finite ends the run, except in a
+        quarter of t without images."""
         self.metrics({"step": step} | found)
+        for key, x in found.items():
+            if "loss_q" not in key and not math.isfinite(x):
+                raise FloatingPointError(f"step {step}: {key} is {x}; {way_back(self.run_dir, step, False)}")
         shown = {key.removeprefix("val/"): f"{x:.4f}" for key, x in found.items() if math.isfinite(x)}
         quarters = [shown.pop(f"loss_q{i}", "-") for i in range(4)]
         if "loss_ema" in shown:
