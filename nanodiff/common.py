@@ -171,7 +171,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @dataclass
 class Progress:
-    """`with Progress(total, "images") as bar: bar.update(n)` shows rate and ETA; every 30 s if not on a terminal."""
+    """`with Progress(total, "images") as bar: bar.update(n)` shows rate and ETA; in a file after 5 s, then every 30."""
 
     total: int
     unit: str
@@ -181,6 +181,7 @@ class Progress:
         self.done = 0
         self.start = self.last = time.perf_counter()
         self.on_terminal = sys.stderr.isatty()
+        self.pause = 0.2 if self.on_terminal else 5.0
 
     def __enter__(self):
         return self
@@ -188,10 +189,9 @@ class Progress:
     def update(self, n: int) -> None:
         self.done += n
         now = time.perf_counter()
-        pause = 0.2 if self.on_terminal else 30.0
-        is_end = self.on_terminal and self.done >= self.total
-        if now - self.last > pause or is_end:
+        if now - self.last > self.pause:
             self.last = now
+            self.pause = 0.2 if self.on_terminal else 30.0
             rate = self.done / max(now - self.start, 1e-9)
             eta = max(self.total - self.done, 0) / max(rate, 1e-9)
             self._show(f"{self.label} {self.done:,.0f}/{self.total:,} {self.unit} | {rate:,.1f}/s | eta {eta:,.0f} s")

@@ -191,7 +191,9 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-# Dense bf16 peak in FLOP/s by datasheet, the denominator of MFU. The first pattern in the device's name wins.
+# Dense peak in FLOP/s of products of bf16 (T4, V100: fp16) summed in fp32, the denominator of MFU. From NVIDIA's
+# datasheets and, for GeForce, whitepapers (GA102, Ada, RTX Blackwell). The first pattern in the device's name wins; "$"
+# leaves out a Ti, D or Laptop GPU, which is faster or slower
 PEAK_FLOPS = {
     "GB[23]00": 2.5e15,
     "B[23]00": 2.25e15,
@@ -201,18 +203,30 @@ PEAK_FLOPS = {
     "G?H[128]00": 989e12,
     "A[18]00": 312e12,
     "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "V100-SXM2": 125e12,
+    "V100-PCIE": 112e12,
+    "T4": 65e12,
+    "RTX 5090$": 209.5e12,
+    "RTX 4090$": 165.2e12,
+    "RTX 3090$": 71e12,
 }
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(peak FLOP/s of one device, source of the figure): in bf16 by the datasheet, or for other devices (CPU, MPS,
-    GeForce) measured in `dtype` with a large matrix product."""
-    name = device_name(device)
-    if device.type == "cuda":
-        for key, flops in PEAK_FLOPS.items():
-            if re.search(rf"\b{key}\b", name):  # whole words: an RTX A1000 is no A100
-                return flops, "bf16, by the datasheet"
-    return measured_peak(device, dtype), f"{dtype}, measured".removeprefix("torch.")
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Print and return the peak FLOP/s of one device: by the datasheet, or for other devices (CPU, MPS) measured in
+    `dtype` with a large matrix product."""
+    for key, flops in PEAK_FLOPS.items():
+        if re.search(rf"\b{key}\b", device_name(device)):  # whole words: an RTX A1000 is no A100
+            peak = flops
+            source = "16 bits, by the datasheet"
+            break
+    else:
+        peak = measured_peak(device, dtype)
+        source = f"{dtype}, measured".removeprefix("torch.")
+    print0(f"peak: {peak / 1e12:.3g} TFLOP/s in {source}; mfu = share of it")
+    return peak
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -225,8 +239,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
         torch.nn.functional.linear(a, a)
         synchronize(device)
 
-    seconds = timeit.repeat(multiply, number=1, repeat=6)  # the first warms up
-    return 2 * n**3 / min(seconds[1:])
+    return 2 * n**3 / min(timeit.repeat(multiply, number=1, repeat=6))  # the first warms up
 
 
 def device_name(device: torch.device) -> str:

@@ -38,7 +38,7 @@ from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset, start_verifying
 from nanodiff.data.pixels import from_stored
-from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
+from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (setting)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (setting)
@@ -172,10 +172,7 @@ device = init_device(device_type, config=config)
 compute_dtype = choose_dtype(dtype, device)
 dtype = str(compute_dtype).removeprefix("torch.")
 autocast = autocast_to(device, compute_dtype)
-# FLOP/s of one device, as device.py lists it or measured. mfu counts matrix products and attention
-peak, peak_source = peak_flops(device, compute_dtype)
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
-print0(f"peak: {peak / 1e12:.3g} TFLOP/s in {peak_source}; mfu = share of it")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Where it starts: the newest intact checkpoint, else init_from's model, else weights drawn from the seed
@@ -291,8 +288,7 @@ print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} (if not given, {why})")
 if val_set is None and eval_every >= 0:
     print0("no validation split: the validation loss is skipped")
     eval_every = -1
-cadences = f"{eval_every:,}, {sample_every:,}, {save_every:,} steps"
-print0(f"validation, grid, checkpoint: every {cadences} and at the end (0: only there, -1: never)")
+print0(f"every {eval_every:,}, {sample_every:,}, {save_every:,} steps: validation, grid, checkpoint (0: at the end)")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Refuse useless settings and, on resume, changed ones: training/settings.py's FREE may change, RATES if asked
@@ -349,8 +345,10 @@ if fid_every >= 0:
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume
 
-progress = {"train_time_s": 0.0, "wandb_id": None}
-meter = Meter(process, device, progress)
+progress = {"train_time_s": 0.0, "wandb_id": None, "log_lines": 0, "running_loss": 0.0}
+passes = 2 * sample_steps  # of a guided sample. For the time left: about how many images pass forward, how often
+costs = [(eval_every, 2 * eval_images), (sample_every, 64 * passes), (fid_every, fid_images * passes)]
+meter = Meter(process, device, compute_dtype, costs, progress)
 if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
@@ -430,9 +428,8 @@ stopping = False  # the same on all ranks
 saver = Saver(start_step if checkpoint else -1)
 faults = start_verifying(train_set)  # hashes the set in a thread
 # Randomness. A few numbers an image (flip, t, dropping) come from (seed, s): each rank draws the whole batch's. Large
-# tensors, of which a rank draws only its rows, come from (seed, s, stream, block of rows). So, at one
-# total_batch_size, ranks and device_batch_size change the model only by rounding (and by dropout's masks), and the same
-# command resumes identically (CUDA: if deterministic), without any generator's state
+# tensors, of which a rank draws only its rows, come from (seed, s, stream, block of rows). So ranks and micro-batches
+# change the model only by rounding (and dropout's masks); the same command resumes identically (CUDA: deterministic)
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams
 
 while True:
@@ -478,7 +475,7 @@ while True:
     # -----------------------------------------------------------------------------------------------------------------
     # One step: draw
     saver.check()  # an error in its thread ends the run
-    meter.start_step()
+    meter.start_step(grad_accum_steps)
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
     t, t_weight = t_distribution.sample(u_t)  # (N,), (N,): by inverse CDF; most laws of t weigh all 1
@@ -528,8 +525,7 @@ while True:
         clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip > 0 else 1.0
         optim.step(grad_scale=clip * scaler.inv_scale)
         ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights
-    # The host waits for the norm while the GPU updates. At a NaN or infinity no weight has changed: the run ends and
-    # names step and parameter (in fp16 it goes on)
+    # The host waits for the norm while the GPU updates. At a NaN no weight has changed: the run ends (fp16 goes on)
     grad_norm, stopping = optim.read_norm()
     grad_norm *= scaler.inv_scale
     if not math.isfinite(grad_norm) and not scaler.can_skip:
@@ -546,7 +542,7 @@ while True:
         gc.collect()
         gc.freeze()
     if log_now:
-        line = meter.line(step, total_batch_size, flops_per_image, peak * world)
+        line = meter.line(step, total_batch_size, flops_per_image)
         line["train/grad_norm"] = grad_norm
         line["train/lrm"] = lrm
         if scaler.enabled:

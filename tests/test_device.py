@@ -146,15 +146,20 @@ def test_dtypes(monkeypatch):
     [
         ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA GH200 480GB", 989),
         ("NVIDIA L40S", 362), ("NVIDIA H200 NVL", 836), ("Some GPU of tomorrow", 0.5),
-        ("NVIDIA RTX A1000", 0.5), ("NVIDIA L40", 0.5),  # no A100, no L40S
+        ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 5090", 209.5),
+        ("Tesla T4", 65), ("Tesla V100-SXM2-16GB", 125), ("Tesla V100-PCIE-32GB", 112), ("NVIDIA A10", 125),
+        ("NVIDIA L4", 121), ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA RTX A1000", 0.5), ("NVIDIA L40", 0.5), ("NVIDIA A10G", 0.5),  # no A100, no L40S, no A10
+        ("NVIDIA GeForce RTX 3090 Ti", 0.5), ("NVIDIA GeForce RTX 4090 Laptop GPU", 0.5),
     ],
 )  # fmt: skip
-def test_peaks(monkeypatch, name, tflops):
+def test_peaks(monkeypatch, capsys, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr("nanodiff.device.measured_peak", lambda device, dtype: 0.5e12)
-    peak, source = peak_flops(torch.device("cuda"), torch.bfloat16)
-    assert peak == pytest.approx(tflops * 1e12) and ("measured" in source) == (tflops == 0.5)
-    assert peak_flops(torch.device("cpu"), torch.float32) == (0.5e12, "float32, measured")
+    assert peak_flops(torch.device("cuda"), torch.bfloat16) == pytest.approx(tflops * 1e12)
+    source = "bfloat16, measured" if tflops == 0.5 else "16 bits, by the datasheet"
+    assert capsys.readouterr().out == f"peak: {tflops:.3g} TFLOP/s in {source}; mfu = share of it\n"
+    assert peak_flops(torch.device("cpu"), torch.float32) == 0.5e12
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no glibc")

@@ -71,8 +71,9 @@ def test_ranks_agree_on_the_largest_batch(monkeypatch):
     assert find(Memory(8), 16) == 2
 
 
-def new_meter():
-    return Meter(SimpleNamespace(is_gaussian=False), torch.device("cpu"), {"train_time_s": 0.0})
+def new_meter(costs=()):
+    progress = {"train_time_s": 0.0, "log_lines": 0, "running_loss": 0.0}
+    return Meter(SimpleNamespace(is_gaussian=False), torch.device("cpu"), torch.float32, costs, progress)
 
 
 def test_means_since_the_last_log_line():
@@ -80,9 +81,10 @@ def test_means_since_the_last_log_line():
     meter = new_meter()
 
     def step(*micro_batches):
-        meter.start_step()
+        meter.start_step(passes=2)
         for t, weight, loss in micro_batches:
-            meter.add(torch.tensor(t), torch.tensor(weight), {"loss": torch.tensor(loss)}, 0.0)
+            terms = {"loss": torch.tensor(loss), "vb": 3 * torch.tensor(loss)}
+            meter.add(torch.tensor(t), torch.tensor(weight), terms, 0.0)
         return meter.losses()
 
     t, losses = step(([0.1, 0.2], [1.0, 3.0], [1.0, 2.0]))
@@ -92,37 +94,108 @@ def test_means_since_the_last_log_line():
     assert saved.tolist() == [[7, 0, 0, 0], [4, 0, 0, 0]]
     found = meter.mean_losses()
     assert found.pop("train/loss_q1") != found.get("train/loss_q1")  # NaN: no image
-    assert found == {"train/loss": 11 / 4, "train/loss_q0": 7 / 4, "train/loss_q2": 2.0, "train/loss_q3": 4.0}
+    expected = {"train/loss": 11 / 4, "train/loss_q0": 7 / 4, "train/loss_q2": 2.0, "train/loss_q3": 4.0}
+    assert {key: x for key, x in found.items() if "loss" in key} == expected
+    assert found["train/vb"] == 3 * found["train/loss"] and found["train/vb_q3"] == 12
     meter.restart()
     step(([0.6], [1.0], [3.0]))
     assert meter.mean_losses()["train/loss"] == 3  # it starts anew
 
 
-def test_times_leave_out_the_first_step_and_what_is_left_counts_evaluations(monkeypatch):
-    """Steps of 0.1 s, 0.01 s of it for data, after a first one of 9 s; between two lines an evaluation of 4 s."""
+@pytest.fixture
+def clock(monkeypatch):
+    """[seconds] that perf_counter reads."""
     clock = [100.0]
     monkeypatch.setattr("nanodiff.training.log.time.perf_counter", lambda: clock[0])
+    return clock
+
+
+def take_step(meter, clock, seconds, data_seconds=0.0, log_now=False, loss=1.0, passes=1):
+    """A step of 8 images on the clock."""
+    meter.start_step(passes)
+    for _ in range(passes):
+        clock[0] += seconds / passes
+        meter.add(torch.ones(1) / 2, torch.ones(1), {"loss": torch.full((1,), loss)}, data_seconds)
+    meter.losses()
+    meter.end_step(torch.Size([8, 3, 16, 16]), log_now)
+
+
+def test_times_leave_out_the_first_step(monkeypatch, clock):
+    """Steps of 0.1 s, 0.01 s of it for data, after a first one of 9 s."""
+    monkeypatch.setattr("nanodiff.device.measured_peak", lambda device, dtype: 1e9)
     meter = new_meter()
-    one = torch.ones(1)
-
-    def step(seconds, data_seconds, log_now=False):
-        meter.start_step()
-        clock[0] += seconds
-        meter.add(one / 2, one, {"loss": one}, data_seconds)
-        meter.losses()
-        meter.end_step(torch.Size([8, 3, 16, 16]), log_now)
-
-    step(9.0, 8.0)
+    take_step(meter, clock, 9.0, 8.0)
     for i in range(10):
-        step(0.1, 0.01, log_now=i == 9)
-    line = meter.line(11, total_batch_size=8, flops_per_image=1e6, peak_flops=1e9)
+        take_step(meter, clock, 0.1, 0.01, log_now=i == 9)
+    line = meter.line(11, total_batch_size=8, flops_per_image=1e6)
     assert line["train/dt_ms"] == pytest.approx(100) and line["train/data_ms"] == pytest.approx(10)
     assert line["train/images_per_sec"] == pytest.approx(80) and line["train/mfu"] == pytest.approx(8)
     assert line["total_training_time_s"] == pytest.approx(10)
-    line |= {"train/grad_norm": 1.0, "train/lrm": 1.0}
-    assert meter.console(line, num_iterations=611).endswith("mfu 8% | 0.2 min, 1.0 left")
-    clock[0] += 4.0
-    assert meter.console(line, num_iterations=611).endswith("0.2 min, 5.0 left")  # 600 steps of (1 + 4) / 10 s
+
+
+@pytest.mark.parametrize("every, count", [(-1, 0), (0, 1), (100, 6), (250, 3), (1000, 1)])
+def test_what_is_left_counts_the_evaluations_still_to_come(every, count):
+    """An evaluation passes 2,400 images forward, a third of the work of training on them; the line's own is to come."""
+    meter = new_meter([(every, 2400)])
+    line = {"step": 100, "images_seen": 800, "train/images_per_sec": 80.0, "total_training_time_s": 0.0}
+    line |= dict.fromkeys(("loss_smooth", "grad_norm", "lrm", "dt_ms", "mfu"), 0.0)
+    line |= {f"train/{key}": 0.0 for key in ("loss_smooth", "grad_norm", "lrm", "dt_ms", "mfu")}
+    left = (500 * 8 + count * 800) / 80 / 60
+    assert meter.console(line, num_iterations=600).endswith(f"0.0 min, {left:.1f} left")
+    final = (every >= 0) * 800 / 80 / 60
+    assert meter.console(line | {"step": 600}, num_iterations=600).endswith(f" {final:.1f} left")
+
+
+def test_the_printed_loss_is_smoothed_and_debiased_as_nanochats(monkeypatch, clock):
+    """Each line's mean stays in the log; the running one knows no start at 0, skips NaN, and outlives a resume."""
+    monkeypatch.setattr("nanodiff.device.measured_peak", lambda device, dtype: 1e12)
+    meter = new_meter()
+    running = 0.0
+    for n, loss in enumerate((4.0, 2.0, 3.0), 1):
+        take_step(meter, clock, 0.1, log_now=True, loss=loss)
+        line = meter.line(n, 8, 1e6) | {"train/grad_norm": 1.0, "train/lrm": 1.0}
+        running = 0.9 * running + 0.1 * loss
+        assert line["train/loss"] == loss and line["train/loss_smooth"] == pytest.approx(running / (1 - 0.9**n))
+        assert f"| loss {line['train/loss_smooth']:.4f} |" in meter.console(line, 9)
+    resumed = new_meter()
+    resumed.progress |= json.loads(json.dumps(meter.progress))
+    for again in (meter, resumed):
+        take_step(again, clock, 0.1, log_now=True, loss=float("nan"))
+        assert again.line(4, 8, 1e6)["train/loss_smooth"] == line["train/loss_smooth"]
+
+
+def test_a_peak_below_what_training_reaches_is_measured_again(monkeypatch, clock):
+    """The machine may be busy while it is measured; and a share of less than what was reached is no share."""
+    peaks = iter([1e7, 1e6, 2e7, *[1e9] * 3])
+    monkeypatch.setattr("nanodiff.device.measured_peak", lambda device, dtype: next(peaks))
+    meter = new_meter()
+    mfu = []
+    for step in range(1, 5):
+        take_step(meter, clock, 0.1 if step < 4 else 0.01, log_now=True)
+        mfu.append(meter.line(step, total_batch_size=8, flops_per_image=2e5)["train/mfu"])
+    assert mfu == pytest.approx([80, 80, 80, 16])
+
+
+def test_the_first_step_shows_its_passes(clock, capsys):
+    """After 5 s, then every 30 s, if nobody sits at a terminal; later steps have their log lines."""
+    meter = new_meter()
+    take_step(meter, clock, 80.0, passes=40)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" passes")[0] for line in lines] == [f"first step {n}/40" for n in (3, 19, 35)]
+    assert lines[0].endswith("| 0.5/s | eta 74 s")
+    take_step(meter, clock, 80.0, passes=40)
+    assert not capsys.readouterr().err
+
+
+def test_a_figure_that_is_not_finite_ends_the_run(tmp_path):
+    """It would vanish from the line and from the log. A quarter of t without images is no fault."""
+    config = Config(resume="auto")
+    config.defaults = {}
+    log = RunLog("dummy", tmp_path, torch.device("cpu"), {"config": config, "num_iterations": 9}, 0, progress={})
+    for key in ("val/loss", "val/loss_ema", "val/fd_classifier"):
+        with pytest.raises(FloatingPointError, match=f"step 30: {key} is nan; give another model_tag"):
+            log.evaluation(30, {"val/loss_q0": 0.5, key: float("nan")})
+    assert log.evaluation(30, {"val/loss_q0": float("nan"), "val/loss": 0.5}) == "step 30 | loss 0.5000"
 
 
 def test_wandb_without_a_login_is_one_line(monkeypatch):

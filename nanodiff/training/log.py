@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanodiff.common import Tensors, UserError, get_dist, is_first_rank, print0
-from nanodiff.device import environment, host_copy, peak_memory_gb, synchronize
+from nanodiff.common import Progress, Tensors, UserError, get_dist, is_first_rank, print0
+from nanodiff.device import environment, host_copy, peak_flops, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks
 from nanodiff.files import names_file, read_json, reading, write_atomic, write_json
@@ -35,12 +35,14 @@ class Meter:
 
     process: object
     device: torch.device
+    dtype: torch.dtype  # of products
+    costs: list  # of evaluations, for the time left: (steps between them, images that pass forward)
     progress: dict  # the counters that a resume restores
 
     def __post_init__(self):
         self.shapes = set()  # of images so far; a shape's first step compiles, and counts in speeds only if logged
         self.parts = []  # current step: t and loss of each micro-batch, (B,) each
-        self.wall_steps = 0  # steps since wall_start, which includes evaluations and saves: for the time left
+        self.peak = 0.0  # FLOP/s of one device; known at the first line
         self.near_noise = math.inf  # running loss in the last quarter of t; falls at once, rises slowly
         self.restart()
 
@@ -66,9 +68,11 @@ class Meter:
             for name, x in other["sums"].items():
                 self.sums[name] += x.to(self.device)
 
-    def start_step(self) -> None:
+    def start_step(self, passes: int) -> None:
+        """`passes`: micro-batches, shown in the first step, which may take minutes."""
         self.step_start = time.perf_counter()
         self.step_data_seconds = 0.0
+        self.bar = None if self.shapes else Progress(passes, "passes", "first step")
 
     def add(self, t, weight, terms: Tensors, data_seconds: float) -> None:
         """Add a micro-batch: its t (unless the terms have their own), weights and loss terms, (B,) each, and how long
@@ -79,6 +83,8 @@ class Meter:
         self.num_images += len(t) * get_dist()[2]
         self.parts.append((t, terms["loss"].detach()))
         self.step_data_seconds += data_seconds
+        if self.bar:
+            self.bar.update(1)
 
     def losses(self) -> tuple[Tensor, Tensor]:
         """(t, unweighted losses) of this rank's images of the step, (micro-steps, B), for the timestep sampler."""
@@ -92,28 +98,30 @@ class Meter:
         self.shapes.add(shape)
         if log_now or is_first:
             synchronize(self.device)
-        now = time.perf_counter()
-        seconds = now - self.step_start
+        seconds = time.perf_counter() - self.step_start
         self.progress["train_time_s"] += seconds
-        self.wall_steps += 1
+        if self.bar:
+            self.bar.__exit__()
         if is_first:
             print0(f"first step with images of {'x'.join(map(str, shape[1:]))}: {seconds:.1f} s")
-            self.wall_start = now
-            self.wall_steps = 0
         if is_first and not log_now:
             return
         self.steps += 1
         self.seconds += seconds
         self.data_seconds += self.step_data_seconds
 
-    def line(self, step: int, total_batch_size: int, flops_per_image: float, peak_flops: float) -> dict:
-        """A collective: return the metrics since the last line and reset them. `peak_flops`: of all devices.
+    def line(self, step: int, total_batch_size: int, flops_per_image: float) -> dict:
+        """A collective: return the metrics since the last line and reset them.
 
-        Over all ranks: loss, loss_q0 to loss_q3 (by quarter of t), for Gaussian diffusion also mse_q0 ... and vb_q0 ...
-        On this rank: dt_ms, data_ms (waiting for data), images_per_sec, mfu.
+        Over all ranks: loss, loss_q0 to loss_q3 (by quarter of t), for Gaussian diffusion also mse, mse_q0 ..., vb,
+        vb_q0 ...; loss_smooth. On this rank: dt_ms, data_ms (waiting for data), images_per_sec, mfu.
         """
         dt_s = self.seconds / self.steps
         img_per_sec = total_batch_size / dt_s
+        flops_per_sec = flops_per_image * img_per_sec / get_dist()[2]
+        for _ in range(3):
+            if flops_per_sec > self.peak:  # not measured yet, or while the machine was busy
+                self.peak = max(self.peak, peak_flops(self.device, self.dtype))
         line = {
             "step": step,
             "images_seen": step * total_batch_size,
@@ -123,9 +131,14 @@ class Meter:
             "train/data_ms": 1000 * self.data_seconds / self.steps,
             "train/images_per_sec": img_per_sec,
             # Model FLOPs utilisation: FLOPs of forward and backward, without recomputation, in percent of the peak
-            "train/mfu": 100 * flops_per_image * img_per_sec / peak_flops,
+            "train/mfu": 100 * flops_per_sec / self.peak,
         }
         line |= self.mean_losses()
+        if math.isfinite(line["train/loss"]):
+            self.progress["log_lines"] += 1
+            self.progress["running_loss"] += 0.1 * (line["train/loss"] - self.progress["running_loss"])
+        # As nanochat's: a running mean over about ten lines, corrected for its start at 0
+        line["train/loss_smooth"] = self.progress["running_loss"] / (1 - 0.9 ** max(self.progress["log_lines"], 1))
         near_noise = line["train/loss_q3"]
         if near_noise > 10 * self.near_noise:
             print0(f"warning: the loss of the last quarter of t is {near_noise:.3g}, over ten times its running value")
@@ -136,27 +149,29 @@ class Meter:
 
     def mean_losses(self) -> dict[str, float]:
         """{"train/loss": weighted mean over ranks and steps, "train/loss_q0": the same in the first quarter of t, ...};
-        also the quarters of the other terms."""
-        total = over_ranks(self.sums["loss"].sum(1).cpu().double())
-        found = {"train/loss": float(total[0]) / self.num_images}
+        also of the other terms."""
+        found = {}
         for name, sums in self.sums.items():
             weighted, weights = over_ranks(sums.cpu().double())
+            found[f"train/{name}"] = float(weighted.sum()) / self.num_images
             for i, mean in enumerate((weighted / weights).tolist()):  # NaN without images
                 found[f"train/{name}_q{i}"] = mean
         return found
 
     def console(self, line: dict, num_iterations: int) -> str:
-        """The line to print. The minutes left include evaluations and saves."""
+        """The line to print. The minutes left include the evaluations still to come, that of this step too."""
         step = line["step"]
-        dt_ms = line["train/dt_ms"]
-        seconds_per_step = dt_ms / 1000
-        if self.wall_steps:
-            seconds_per_step = (time.perf_counter() - self.wall_start) / self.wall_steps
-        left = (num_iterations - step) * seconds_per_step / 60
+        img_per_sec = line["train/images_per_sec"]
+        images = (num_iterations - step) * line["images_seen"] / step
+        for every, cost in self.costs:
+            if every >= 0:
+                every = every or num_iterations
+                images += cost / 3 * (-(-num_iterations // every) - (step - 1) // every)  # no backward passes
         return (
-            f"step {step:,}/{num_iterations:,} | loss {line['train/loss']:.4f} | grad {line['train/grad_norm']:.2f} | "
-            f"lr x{line['train/lrm']:.2f} | {dt_ms:.1f} ms | img/s {line['train/images_per_sec']:,.0f} | "
-            f"mfu {line['train/mfu']:.0f}% | {line['total_training_time_s'] / 60:.1f} min, {left:.1f} left"
+            f"step {step:,}/{num_iterations:,} | loss {line['train/loss_smooth']:.4f} | "
+            f"grad {line['train/grad_norm']:.2f} | lr x{line['train/lrm']:.2f} | {line['train/dt_ms']:.1f} ms | "
+            f"img/s {img_per_sec:,.0f} | mfu {line['train/mfu']:.0f}% | "
+            f"{line['total_training_time_s'] / 60:.1f} min, {images / img_per_sec / 60:.1f} left"
         )
 
 
