@@ -70,7 +70,7 @@ total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = derived
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a CUDA GPU, elsewhere up to 64
 lr = 0.0  # >= 0: AdamW's learning rate; 0 = derived from batch and width
 flip = False  # mirror half of the images left-right
-eval_every = 250  # >= -1: steps between validation losses; in every cadence 0 = only at the end, -1 = never
+eval_every = 250  # >= -1: steps between validation losses, from 0 on; in every cadence 0 = only at the end, -1 = never
 sample_every = 250  # >= -1: steps between grids of samples
 cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
@@ -369,9 +369,9 @@ report_due = 0.0  # when report.html is next written, by time.monotonic
 # The loop: save -> evaluate -> sample -> stop? -> one step -> log
 
 
-def due(every):
-    """Is it time for something that happens every so many steps (0 = only at the end, -1 = never)?"""
-    return every >= 0 and (step == num_iterations or (every > 0 and step > 0 and step % every == 0))
+def due(every, first=1):
+    """Is it time for something that happens every so many steps from `first` (0 = only at the end, -1 = never)?"""
+    return every >= 0 and (step == num_iterations or (every > 0 and step >= first and step % every == 0))
 
 
 def ends_epoch():
@@ -442,17 +442,18 @@ while True:
         save()
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves
-    if not stopping and any(due(every) for every in (eval_every, fid_every, sample_every)):
+    validates = due(eval_every, first=0)  # step 0: what an untrained model gets
+    if not stopping and (validates or due(fid_every) or due(sample_every)):
         figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
         with uncompiled(), autocast:
             # The same images, t and noise each time; no label dropped, no flip: compare val with val
-            if due(eval_every):
+            if validates:
                 raw_model.eval()
                 figures["val/loss"], _ = validation_loss(raw_model, *on_val)
                 raw_model.train()
             with ema.applied(raw_model):  # and eval mode
-                if due(eval_every):
+                if validates:
                     figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)  # averages lag
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
                 if due(fid_every):
@@ -465,7 +466,7 @@ while True:
         if figures:
             print0(log.evaluation(step, figures))
 
-    if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):
+    if ddp_rank == 0 and (leaving or validates or due(sample_every)):
         from nanodiff.web.report import refresh_report  # a door
 
         report_due = refresh_report(run_dir, 0.0 if leaving else report_due)

@@ -21,7 +21,9 @@ from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.formats.load import load_run
-from nanodiff.training.checkpoint import list_checkpoints
+from nanodiff.training import optim
+from nanodiff.training.checkpoint import list_checkpoints, load_meta
+from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter
 
 # Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
@@ -114,6 +116,75 @@ def set_up(run_script, capsys, *args):
         run_script("base_train", *args)
     gc.collect()  # the frames of the interrupt hold the run's lock
     return capsys.readouterr().out
+
+
+def steps_of(base, tag, key):
+    return [line["step"] for line in metrics(base, tag) if key in line]
+
+
+def test_the_untrained_model_is_validated_too(tiny, run_script):
+    """At step 0, from which eval_every counts; 0 = only at the end, -1 = never. A run of no steps has one figure."""
+    args = (*TINY, "--save_every=-1", "--log_every=6")
+    for every, steps in ((3, [0, 3, 6]), (0, [6]), (-1, [])):
+        run_script("base_train", *args, f"--eval_every={every}", f"--model_tag=every{every}")
+        assert steps_of(tiny, f"every{every}", "val/loss") == steps
+    run_script("base_train", *args, "--num_iterations=0", "--model_tag=none")
+    (untrained,) = metrics(tiny, "none")
+    assert metrics(tiny, "every3")[0] == untrained and untrained["val/loss"] == untrained["val/loss_ema"]
+
+
+def lose_the_average():
+    """Before a script: after step 3 the average is NaN. The weights stay as they are."""
+
+    def update(self, step):
+        honest(self, step)
+        if step == 3:
+            self.averages[self.rates[0]][0].fill_(float("nan"))
+
+    honest = EMA.update
+    EMA.update = update
+
+
+@pytest.mark.parametrize(
+    "more, line",
+    [
+        ("--eval_every=-1", r"step 4: ema_0\.999: \S+ is not finite; earlier checkpoints are intact"),
+        ("--eval_every=3", "step 3: val/loss_ema is nan; give "),
+        ("--sample_every=3 --sample_steps=1 --eval_every=-1", "64 of 64 samples are not finite"),
+    ],
+)
+def test_an_average_that_is_not_finite_ends_the_run_and_deletes_nothing(tiny, run_script, more, line):
+    args = (*TINY, *more.split(), "--save_every=2", "--checkpoints_kept=1", "--model_tag=a")
+    done = run_process("base_train", *args, check=False, before=lose_the_average)
+    assert done.returncode == 1 and re.search(f"^error: {line}", done.stderr, re.M), done.stderr
+    assert "Traceback" not in done.stderr
+    assert [step for step, _ in list_checkpoints(tiny / "runs" / "a")] == [2]
+    assert run_script("base_train", *args)["start_step"] == 2
+
+
+def test_what_is_derived_is_recorded(tiny, run_script, monkeypatch):
+    """So a run in bf16 is not taken on in fp32 by a machine on which "auto" means that."""
+    args = [arg for arg in TINY if not arg.startswith("--dtype")]
+    args += ["--num_iterations=2", "--device_type=cpu", "--model_tag=a", "--save_every=1", "--checkpoints_kept=-1"]
+    has_bf16 = "torch.cpu._is_avx512_bf16_supported"
+    monkeypatch.setattr(has_bf16, lambda: True)
+    products = []
+    monkeypatch.setattr(optim, "polar_express", lambda X: products.append(X.dtype) or X)
+    run_dir = run_script("base_train", *args)["run_dir"]
+    recorded = {"dtype": "bfloat16", "device_batch_size": 16}
+    last = run_dir / "checkpoints" / "step_000002"
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["config"].items() >= load_meta(last)["config"].items() >= recorded.items()
+    shutil.rmtree(last)
+    assert run_script("base_train", *args)["start_step"] == 1  # the same command goes on
+    assert not json.loads((run_dir / "config.json").read_text())["changes"]
+    monkeypatch.setattr(has_bf16, lambda: False)
+    refused(r"dtype='float32' \(was 'bfloat16'\); give --model_tag", run_script, "base_train", *args)
+    assert {*products} == {torch.bfloat16}  # Muon's, too
+    run_script("base_train", *args, "--num_iterations=3", "--resume=changed", "--device_batch_size=8")
+    (change,) = json.loads((run_dir / "config.json").read_text())["changes"]
+    assert change["config"].items() >= {"dtype": "float32", "device_batch_size": 8}.items()
+    assert products[-1] == torch.float32
 
 
 def test_a_horizon_behind_the_checkpoint_loses_nothing(tiny, run_script):

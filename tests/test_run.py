@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from configurator import Config
 from nanodiff.conditions import Conditioned
 from nanodiff.training.batch import largest_batch
 from nanodiff.training.log import Meter, RunLog, check_wandb
-from nanodiff.training.settings import FREE, RATES
+from nanodiff.training.settings import FREE, RATES, check_settings
 
 NO_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -234,6 +235,18 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
         assert (change["step"], change["config"]["lr"], change["num_iterations"]) == (2, lr, 9)
         assert change["environment"]["command"] == sys.argv
         assert recorded() | {"changes": None} == first | {"changes": None}
+
+
+def test_a_resume_says_nothing_of_what_is_yet_to_be_derived(capsys):
+    """Nor of what an older run did not record."""
+    meta = {"step": 2, "config": {"dtype": "auto", "device_batch_size": 16, "num_iterations": -1}}
+    checkpoint = Path("runs/a/checkpoints/step_000002")
+    args = ("--dtype=float32", "--num_iterations=9")
+    check_settings(checkpoint, meta, script_settings("base_train", *args))
+    check_settings(checkpoint, meta, script_settings("base_train", *args, "--device_batch_size=8"))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"resumed from {checkpoint}"
+    assert second == f"{first}, now with device_batch_size=8 (was 16)"
 
 
 def test_the_tables_of_a_resume_name_settings():
