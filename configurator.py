@@ -31,11 +31,19 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
+# What other programs call a setting
+ALIASES = {
+    "learning_rate": "lr",
+    "batch_size": "total_batch_size",
+    "epochs": "num_epochs",
+    "device": "device_type",
+}
 KINDS = {bool: "True or False", int: "an integer", float: "a finite number", str: "a string"}
 COMPARE = {
     "<": operator.lt,
@@ -62,6 +70,11 @@ class Setting(NamedTuple):
 
 
 Settings = dict[str, Setting]  # by name
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The names most like `name`, at most three, for messages; "none" if nothing is known."""
+    return ", ".join(difflib.get_close_matches(name, known, cutoff=0)) or "none"
 
 
 def satisfies(value, rule: str) -> bool:
@@ -106,20 +119,38 @@ def cast(kind: type, value):
     return kind(value) if fits else None
 
 
+def hint(settings: Settings, name: str, value) -> str:
+    """What may have been meant by an unknown setting."""
+    if str(value).endswith(".py"):  # --config=runs/a.py
+        return "a preset's path stands alone"
+    alias = ALIASES.get(name)
+    if alias in settings:
+        return f"nearest: {alias}"
+    near = f"nearest: {nearest(name.replace('-', '_'), settings)}"
+    for file in Path(__file__).parent.glob("scripts/*.py"):
+        source, _, _ = file.read_text(encoding="utf-8").partition("configure(globals()")
+        if f"\n{name} = " in source:
+            near += f"; {file.stem} has it"
+    return near
+
+
 def check(settings: Settings, name: str, value, where: str = ""):
     """Convert a value, perhaps given as text, to the setting's type. Raises ValueError with the line for the user."""
     if name not in settings:
-        near = difflib.get_close_matches(name.replace("-", "_"), settings, cutoff=0)
-        raise ValueError(f"{where}unknown setting {name!r}; nearest: {', '.join(near) or 'none'}; --help=all lists all")
+        raise ValueError(f"{where}unknown setting {name!r}; {hint(settings, name, value)}; --help=all lists all")
     rule = settings[name].rule
     kind = type(settings[name].default)
     if isinstance(value, str) and kind is not str:
         value = literal(value)
     result = cast(kind, value)
     if result is None or (rule and not satisfies(result, rule)):
-        accepted = f"{KINDS[kind]}, {rule}".rstrip(", ")
-        raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {accepted}")
+        raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {accepted(settings[name])}")
     return result
+
+
+def accepted(setting: Setting) -> str:
+    """The values of a setting, in words."""
+    return f"{KINDS[type(setting.default)]}, {setting.rule}".rstrip(", ")
 
 
 class Config(dict):
@@ -163,6 +194,10 @@ def read_settings(globals_: dict, modules=()) -> Settings:
     return settings
 
 
+def nearest_presets(path: str) -> str:
+    return nearest(path, [f"runs/{file.name}" for file in Path(__file__).parent.glob("runs/*.py")])
+
+
 def read_preset(settings: Settings, path: str) -> dict:
     """{name: value} of a preset's assignments. Raises ValueError naming the file and the line."""
     values = {}
@@ -171,6 +206,8 @@ def read_preset(settings: Settings, path: str) -> dict:
         if not found.is_file():
             found = Path(__file__).parent / path
         nodes = ast.parse(found.read_bytes(), path).body
+    except FileNotFoundError:
+        raise ValueError(f"preset {path!r}: no such file; nearest: {nearest_presets(path)}") from None
     except (SyntaxError, ValueError, OSError) as error:
         raise ValueError(f"preset {path!r}: {error}") from None
     for node in nodes:
@@ -191,12 +228,18 @@ def read_argument(settings: Settings, arg: str, after: str) -> dict:
     """{name: value} of one command-line argument; `after`: the next argument. --name alone is --name=True."""
     if arg.startswith("--"):
         name, equals, text = arg[2:].partition("=")
-        if name in settings and not equals and not re.match(r"--|.*\.py$", after):  # --data mine, as for argparse
-            raise ValueError(f"{arg} {after} is not accepted; write {arg}={after.strip('=')}")
+        if name in settings and not equals:
+            if not re.match(r"--|.*\.py$", after):  # --data mine, as for argparse
+                raise ValueError(f"{arg} {after} is not accepted; write {arg}={after.strip('=')}")
+            if type(settings[name].default) is not bool:
+                raise ValueError(f"{arg} has no value; write {arg}=VALUE: {accepted(settings[name])}")
         return {name: check(settings, name, text if equals else True)}
     if arg.endswith(".py"):
         return read_preset(settings, arg)
-    raise ValueError(f"argument {arg!r} is not accepted; accepted: --key=value, or a preset that ends in .py")
+    raise ValueError(
+        f"argument {arg!r} is not accepted; accepted: --key=value, or a preset that ends in .py; "
+        f"nearest: {nearest_presets(arg)}"
+    )
 
 
 def check_used(settings: Settings, config: Config) -> None:
@@ -256,6 +299,8 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None, mod
     config.defaults = dict(config)
     config.given = {}
     try:
+        if (encoding := sys.getfilesystemencoding()) != "utf-8":  # names of files and classes would be stored garbled
+            raise ValueError(f"this locale reads names as {encoding}; accepted: utf-8, such as by PYTHONUTF8=1")
         for arg, after in zip(argv, [*argv[1:], "--"]):
             config.given |= read_argument(settings, arg, after)
         config |= config.given

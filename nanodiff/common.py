@@ -1,18 +1,18 @@
 """The ground floor: user errors, what is printed, seeds, progress."""
 
-import difflib
 import errno
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from configurator import nearest  # noqa: F401 (for the house)
 
 Tensors = dict[str, Tensor]  # by name
 Batches = list[np.ndarray]  # numbers of images, (n,) each
@@ -156,17 +156,15 @@ class StackedGenerator:
 
 def at(name: str | Path) -> Path:
     """Expand ~ in a path, unless the user in ~user is unknown."""
-    return Path(os.path.expanduser(name))
+    path = Path(os.path.expanduser(name))
+    if path.parts[:1] == ("~",):  # else a folder called ~ would be made
+        raise UserError(f"{path}: this user has no home folder; give another path, or set HOME or NANODIFF_BASE_DIR")
+    return path
 
 
 def base_dir() -> Path:
     """The folder of data sets and runs: $NANODIFF_BASE_DIR, by default ~/.cache/nanodiff."""
     return at(os.environ.get("NANODIFF_BASE_DIR") or "~/.cache/nanodiff")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The names most like `name`, at most five, for messages; "none" if nothing is known."""
-    return ", ".join(difflib.get_close_matches(name, known, 5, cutoff=0)) or "none"
 
 
 @dataclass

@@ -13,3 +13,5 @@ def _excepthook(kind, *error):
 
 
 sys.excepthook = _excepthook
+if sys.stdout:
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack the letters of a file's or class's name

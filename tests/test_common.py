@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, refused
 from processes import FORK, Started
 
-from nanodiff.common import BLOCK, LostRank, UserError, draw_rows, excepthook, make_generator, print0
+from nanodiff.common import BLOCK, LostRank, UserError, at, base_dir, draw_rows, excepthook, make_generator, print0
 from nanodiff.dist import StopSignal, collective
 from nanodiff.files import write_atomic, writing
 
@@ -135,6 +136,27 @@ def test_names_do_not_command_the_terminal(capsys):
     with pytest.raises(SystemExit):
         excepthook(UserError, UserError("\x1b]0;title\x07"), None)
     assert capsys.readouterr().err == "error: ?]0;title?\n"
+
+
+def test_a_terminal_without_the_letters_of_a_name_shows_others():
+    done = subprocess.run(
+        [sys.executable, "-c", "import scripts; print('a\u72d7')"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert (done.stdout, done.stderr) == ("a?\n", "")
+
+
+def test_without_a_home_no_folder_is_called_home(monkeypatch):
+    """Nor for a path that a user gives; another user's, if unknown, may be a file's name."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("NANODIFF_BASE_DIR", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    refused("^~/.cache/nanodiff: this user has no home folder; .* NANODIFF_BASE_DIR$", base_dir)
+    refused("^~/a.png: this user has no home", at, "~/a.png")
+    assert at("~nobody-here/a") == Path("~nobody-here/a") and at("") == Path()
 
 
 def test_a_reader_that_goes_away_ends_nothing(run_script):

@@ -124,17 +124,30 @@ def test_preset_path_is_relative_to_here_then_to_the_repository(script, preset, 
         ("--depht=4", ["depht", "nearest: depth"]), ("--save-every=4", ["save-every", "nearest: save_every"]),
         ("--zzzz=4", ["zzzz", "--help"]), ("--_private=4", ["_private"]), ("--", ["''"]),
         ("--depth=1.5", ["depth=1.5", "an integer"]), ("--depth=four", ["depth='four'", "an integer"]),
-        ("--depth=1e400", ["depth=inf"]), ("--depth", ["depth=True", ">= 1"]), ("--depth=0", ["depth=0", ">= 1"]),
+        ("--depth=1e400", ["depth=inf"]), ("--depth=0", ["depth=0", ">= 1"]),
         ("--lr=nan", ["lr=nan", "a finite number"]), ("--compile=yes", ["compile='yes'", "True or False"]),
         ("--dtype=float64", ["dtype='float64'", "auto|bfloat16|float32"]), ("--resume=later", ["auto|never or >= 0"]),
-        ("depth=4", ["'depth=4'"]), ("preset", ["'preset'"]), ("missing.py", ["'missing.py'", "No such file"]),
+        ("depth=4", ["'depth=4'"]), ("preset", ["'preset'"]), ("missing.py", ["'missing.py'", "no such file"]),
         ("a" * 300 + ".py", ["name too long"]), ("--compile=a\nb", ["compile='a\\nb'"]),
         ("--sampler=ddim", ["auto|euler|heun"]), ("--tag mine", ["--tag=mine"]), ("--compile 0", ["--compile=0"]),
+        ("--depth", ["--depth has no value; write --depth=VALUE: an integer, >= 1"]),
+        ("--learning_rate=1", ["nearest: lr;"]),
+        ("--device=cpu", ["nearest: device_type;"]), ("--epochs=3", ["nearest: depth, "]),  # no num_epochs
+        ("--batch_size=8", ["; sample has it"]), ("--path=a", ["; prepare_data has it;"]),
+        ("runs/shapescpu.py", ["no such file; nearest: runs/shapes_cpu.py, "]),
+        ("shapes_cpu.py", ["nearest: runs/shapes_cpu.py, "]), ("runs/shapes_cpu", ["nearest: runs/shapes_cpu.py, "]),
+        ("--config=runs/shapes_cpu.py", ["unknown setting 'config'", "a preset's path stands alone"]),
     ],
 )  # fmt: skip
 def test_mistakes_on_the_command_line(script, capsys, arg, parts):
     line = mistake(script, capsys, "--width=3", *arg.split(" "))
     assert all(part in line for part in parts), line
+
+
+def test_a_locale_that_garbles_names_is_refused(script, capsys, monkeypatch):
+    """It would store them so that nobody could ask for them in another."""
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    assert "reads names as ascii; accepted: utf-8, such as by PYTHONUTF8=1" in mistake(script, capsys, "--depth=3")
 
 
 @pytest.mark.parametrize(
