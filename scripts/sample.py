@@ -42,6 +42,7 @@ lora_scale = 1.0  # strength of the adapters
 autoencoder = ""  # path of a latent model's VAE; "" = where it was when the latents were made
 # Images
 num_images = 64  # >= 1: how many; a grid shows the first 256
+first = 0  # >= 0: number of the first; --first=37 --num_images=1 draws image 37 alone
 classes = ""  # class names or numbers, comma-separated, used in turn (for a name with a comma, a number); "" = all or,
 #               with npz, in the training set's proportions; with second images or vectors, their labels
 size = ""  # HEIGHTxWIDTH or SIDE in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
@@ -52,7 +53,7 @@ seed = 0  # >= 0: seed of the images
 # From given images
 from_images = ""  # images to start from, in turn: a file, folder, .npz (arr_0) or .npy; "" = from noise
 strength = 0.6  # [0, 1]: fraction of the steps to run from the noised image; 1 = from pure noise, 0 = return the image
-mask = ""  # an image file, or an .npy (H, W): from_images are kept where it is white
+mask = ""  # an image file, or an .npy (H, W): from_images are kept where it is white; gray keeps a part of the steps
 # Sampler
 # Steps, sampler and guidance are by default those of the run's own grids
 sampler = "auto"  # auto|{SAMPLERS}: for a published file, auto = heun for flow matching, ddim for Gaussian diffusion
@@ -117,6 +118,7 @@ protocol |= {
     "classes": classes or protocol["classes"],
     "class_names": loaded.class_names,
     "num_images": num_images,
+    "first": first,
     "batch_size": batch_size,
     "autoencoder": latents.get("autoencoder"),
     "autoencoder_sha256": latents.get("sha256"),
@@ -132,7 +134,8 @@ if from_images and strength and not protocol["network_evaluations"]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Each rank draws its batches, except those already drawn
 
-store = SampleStore(output, protocol, samples.batches(np.arange(num_images), batch_size))
+ids = np.arange(first, first + num_images)
+store = SampleStore(output, protocol, samples.batches(ids, batch_size))
 if from_first_rank(rank == 0 and store.open(), "the store"):  # the other ranks wait here for the store's folder
     print0(f"{num_images:,} images of this protocol are there already: {output}")
     leave_together()
@@ -169,7 +172,7 @@ elif rank == 0:
     images = [codec.picture(stored.transpose(2, 0, 1)[None])[0] for stored in store.first(GRID_IMAGES)]  # (C, H, W)
     num_shown = len(images)
     columns = samples.columns
-    shown = samples.shown(range(num_shown))
+    shown = samples.shown(ids[:num_shown])
     if shown:  # the second image, then the sample
         images = list(itertools.chain(*zip(shown, images)))
         columns = 8
@@ -179,7 +182,7 @@ elif rank == 0:
     seconds = time.perf_counter() - start
     print0(f"{num_images - before:,} images in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")
     if npz:
-        store.write_npz(samples.labels(range(num_images)))
+        store.write_npz(samples.labels(ids))
         print0(f"{num_images:,} images: {output}")
     store.close()
 leave_together()

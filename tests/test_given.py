@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from PIL import Image
 from test_sample import assert_same, draw, runs  # noqa: F401
 
@@ -57,18 +58,49 @@ def test_a_mask_is_cropped_as_its_picture_is(tmp_path):
         picture.paste("white", (0, 0, size[0] // 3, size[1]))
         picture.save(tmp_path / "a.png")
         expected = decode(str(tmp_path / "a.png"), [(16, 16)])[0][0] >= 128
-        assert (read_mask(str(tmp_path / "a.png"), 16) == expected).all()
+        assert ((read_mask(str(tmp_path / "a.png"), 16) >= 0.5) == expected).all()
         alpha = Image.new("RGBA", size, "white")
         alpha.putalpha(picture.convert("L"))
         alpha.save(tmp_path / "b.png")
-        assert (read_mask(str(tmp_path / "b.png"), 16) == expected).all()
+        assert ((read_mask(str(tmp_path / "b.png"), 16) >= 0.5) == expected).all()
+
+
+def test_a_gray_mask_keeps_its_levels(tmp_path):
+    """Of an image or an array; one that is no mask is refused."""
+    levels = np.arange(256).reshape(16, 16)
+    Image.fromarray(levels.astype(np.uint8)).save(tmp_path / "a.png")
+    for name, array in (("b.npy", levels), ("c.npy", levels / 255), ("d.npy", levels > 99), ("e.npy", -levels)):
+        np.save(tmp_path / name, array)
+    np.save(tmp_path / "f.npy", levels / np.nan)
+    for name in ("a.png", "b.npy", "c.npy"):
+        np.testing.assert_allclose(read_mask(str(tmp_path / name), 16), levels / 255, atol=1e-7)
+    assert (read_mask(str(tmp_path / "d.npy"), 16) == (levels > 99)).all()
+    for name in ("e.npy", "f.npy"):
+        refused("values below 0 or above 255", read_mask, str(tmp_path / name), 16)
+
+
+@pytest.mark.parametrize("process", [FlowMatching(timestep_shift=0.3), GaussianDiffusion()])
+def test_a_gray_mask_is_less_strength(process):
+    """A pixel at level m is kept for a fraction m of the steps: an even gray is SDEdit of strength 1 - m."""
+    x0, noise = torch.randn(2, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    sampler = "ddim" if process.is_gaussian else "euler"
+    denoiser = lambda x_t, t, at: torch.sin(3 * x_t)
+
+    def sample(strength, level):
+        known = Known(x0, strength, torch.full((1, 1, 4, 4), level))
+        return process.sample(denoiser, noise, 5, sampler, known=known)
+
+    assert len({float(sample(1.0, level).sum()) for level in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)}) == 6
+    for level in (0.2, 0.4, 0.6, 0.8):
+        assert torch.equal(sample(1.0, level), sample(1 - level, 0.0))
+    assert torch.equal(sample(1.0, 254.9 / 255), x0)  # white up to a JPEG's rounding
 
 
 @pytest.mark.parametrize("process", [FlowMatching(timestep_shift=0.3), GaussianDiffusion()])
 def test_the_known_part_has_the_noise_of_each_step(process):
     """Of every x_t it is the forward process's, with the noise that sampling started from."""
     x0, noise = torch.randn(2, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    known, seen = Known(x0, 1.0, torch.ones(1, 1, 4, 4, dtype=torch.bool)), []
+    known, seen = Known(x0, 1.0, torch.ones(1, 1, 4, 4)), []
     denoiser = lambda x_t, t, at: seen.append((x_t.clone(), t)) or torch.zeros_like(x_t)
     process.sample(denoiser, noise, 5, "ddim" if process.is_gaussian else "euler", known=known)
     assert len(seen) == 5

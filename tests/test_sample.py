@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,6 +64,19 @@ def test_batch_size_does_not_change_an_image(draw, run, samplers):
         few, _, _ = draw("--num_images=5", "--batch_size=2", *more)
         assert_same(one[:5], few)  # nor how many are drawn
         assert len(np.unique(one.reshape(7, -1), axis=0)) == 7
+
+
+def test_an_image_alone_is_the_one_among_others(draw):
+    """Also its class, in Python, and of a model whose samples have several shapes: eight images share one."""
+    many, labels, _ = draw("--num_images=6", "--dtype=auto")
+    two, two_labels, protocol = draw("--num_images=2", "--first=3", "--dtype=auto")
+    assert_same(two, many[3:5])
+    assert two_labels.tolist() == labels[3:5].tolist() and protocol["first"] == 3
+    one = nanodiff.load("flow", device_type="cpu").sample(first=5, num_images=1, steps=3)
+    assert_same(one, many[5:])
+    mixed = drawing.ModelSamples.batches(SimpleNamespace(is_mixed=True), np.arange(5, 45), 64)
+    assert np.concatenate(mixed).tolist() == [*range(5, 45)]
+    assert all(len({*(ids // 8)}) == 1 for ids in mixed)
 
 
 def test_respacing_10_is_10_even_steps_and_eta_adds_noise(draw):

@@ -129,7 +129,7 @@ class Arrays(Pixels):
     def to_output(self, x0):
         low, high = self.description["range"]
         dtype = np.dtype(self.description["dtype"])
-        share = (x0.double().clamp(-1, 1).cpu().numpy() + 1) / 2
+        share = (x0.cpu().double().clamp(-1, 1).numpy() + 1) / 2  # on the CPU, as MPS has no float64
         values = low + share * (high - low)
         if dtype.kind in "ui":
             limits = np.iinfo(dtype)

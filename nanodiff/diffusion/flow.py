@@ -180,7 +180,7 @@ class FlowMatching:
         for i, (t, t_next) in enumerate(pairwise(times), start=1):
             x, x0 = self.samplers[sampler](velocity, x, t, t_next, generator)
             if known:
-                x = torch.where(known.mask, self.noised(known.x0, t_next, noise), x)
+                x = torch.where(known.is_kept(i, steps), self.noised(known.x0, t_next, noise), x)
             if progress:
                 progress(i, steps, x0)
         return x

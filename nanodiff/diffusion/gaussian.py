@@ -399,7 +399,7 @@ class GaussianDiffusion:
             x_t = SAMPLERS[sampler](process, x_t, i, p, x0, generator, eta)
             _, _, x0 = p
             if known:
-                x_t = torch.where(known.mask, process.noised(known.x0, i - 1, noise), x_t)
+                x_t = torch.where(known.is_kept(T - i, T), process.noised(known.x0, i - 1, noise), x_t)
             if progress:
                 progress(T - i, T, x0)
         return x_t

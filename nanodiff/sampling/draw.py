@@ -47,14 +47,20 @@ class Known:
     """The images that samples start from, and the part to keep. Sample i starts from image i, modulo their number.
 
     At `strength` s the sampler runs the last fraction s of its steps, from the noised image (SDEdit, Meng et al. 2021,
-    arXiv:2108.01073): 1 is plain sampling, 0 the image itself. Where `mask` is True, each step's result is replaced by
-    the image at the same noise level (RePaint, Lugmayr et al. 2022, arXiv:2201.09865, without resampling).
+    arXiv:2108.01073): 1 is plain sampling, 0 the image itself. Where `mask` is 1, each step's result is replaced by
+    the image at the same noise level (RePaint, Lugmayr et al. 2022, arXiv:2201.09865, without resampling); where it is
+    m, after the first fraction m of the steps, which leaves (1 - m) of the strength (Levin & Fried 2023,
+    arXiv:2306.00950).
     """
 
     x0: Tensor  # (N, C, H, W), one per sample; in ModelSamples all images, as a data set stores them
     strength: float
-    mask: Tensor  # (1, 1, H, W) bool, of x0
+    mask: Tensor  # (1, 1, H, W) in [0, 1], of x0
     described: dict = field(default_factory=dict)  # for protocols
+
+    def is_kept(self, step: int, steps: int) -> Tensor:
+        """Which part to replace after step 1 ... steps: (1, 1, H, W) bool."""
+        return (self.mask * steps).round() >= step
 
 
 @dataclass
@@ -225,9 +231,9 @@ class ModelSamples:
             self.classes = labels[np.arange(n) * len(labels) // n].tolist()  # evenly, as they may be sorted
 
     def batches(self, ids: np.ndarray, batch_size: int) -> Batches:
-        """Consecutive ids from 0 on, in batches of one shape."""
+        """Consecutive ids in batches of one shape."""
         if self.is_mixed:
-            batch_size = math.gcd(8, batch_size)
+            batch_size = math.gcd(8, batch_size, ids[0])
         return in_batches(ids, batch_size)
 
     def sample(self, noise, cond: dict, **more) -> Tensor:

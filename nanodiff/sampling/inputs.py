@@ -189,28 +189,28 @@ def read_from_images(where: str, samples) -> np.ndarray:
 
 
 def start_from(samples, images: np.ndarray, where: str, strength: float, mask: str = "") -> None:
-    """Let ModelSamples start from images, read from `where`, and keep the white parts of the file `mask`."""
+    """Let ModelSamples start from images, read from `where`, and keep the white parts of the file `mask`; see Known."""
     codec = samples.codec
     if images.shape[1:] != samples.shape:
         raise UserError(
             f"from_images={where!r}: (channels, height, width) {images.shape[1:]}; accepted: {samples.shape}"
         )
     described = {"from_images": with_hash(where, images), "strength": strength}
-    is_known = torch.zeros(1, 1, *codec.shape[1:], dtype=torch.bool)
+    kept = torch.zeros(1, 1, *codec.shape[1:])
     if mask:
-        pixels = read_mask(mask, codec.image_size)
-        described["mask"] = with_hash(mask, pixels)
-        whites = torch.from_numpy(pixels).float()[None, None]  # (1, 1, H, W)
-        is_known = F.interpolate(whites, codec.shape[1:], mode="area") == 1  # a latent, where all its pixels are
-        if not is_known.any():
-            raise UserError(f"mask={mask!r} keeps nothing: no part of the {codec.image_size} pixels used is white")
-    samples.given = Known(torch.tensor(images), strength, is_known, described)
+        levels = read_mask(mask, codec.image_size)
+        described["mask"] = with_hash(mask, levels)
+        # A latent is kept as its darkest pixel is
+        kept = -F.adaptive_max_pool2d(-torch.from_numpy(levels)[None, None], codec.shape[1:])
+        if not kept.any():
+            raise UserError(f"mask={mask!r} keeps nothing: all of the {codec.image_size} pixels used are black")
+    samples.given = Known(torch.tensor(images), strength, kept, described)
     samples.size = codec.shape
 
 
 def read_mask(path: str, side: int) -> np.ndarray:
-    """(side, side) bool: white parts, which are kept, are True. From an image file, cropped and scaled like the images,
-    or an .npy of bools or numbers, up to 1 or 255."""
+    """(side, side) float32 from 0, black, to 1, white, which is kept. From an image file, cropped and scaled like the
+    images, or an .npy of bools or numbers, up to 1 or 255."""
     file = at(path)
     with reading(file, "is no image"):
         if file.suffix == ".npy":
@@ -220,4 +220,6 @@ def read_mask(path: str, side: int) -> np.ndarray:
             levels = np.asarray(center_crop(image, side, side).convert("L"))
         if levels.shape != (side, side):
             raise UserError(f"mask={path!r} is of shape {levels.shape}; accepted: {(side, side)}")
-        return levels >= (128 if levels.max() > 1 else 0.5)
+        if not (levels >= 0).all() or levels.max() > 255:  # also NaN
+            raise UserError(f"mask={path!r} holds values below 0 or above 255; accepted: 0 to 1, or 0 to 255")
+        return np.float32(levels / (255 if levels.max() > 1 else 1))

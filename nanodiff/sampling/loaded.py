@@ -141,7 +141,8 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
         samples.size = samples.size or samples.codec.shape
         autocast = autocast_to(loaded.device, choose_dtype(asked["dtype"], loaded.device))
         images = []
-        for ids in in_batches(np.arange(asked["num_images"]), asked["batch_size"]):
+        numbers = asked["first"] + np.arange(asked["num_images"])
+        for ids in in_batches(numbers, asked["batch_size"]):
             with autocast:
                 x0 = samples.draw(ids)
             images.append(samples.codec.to_output(x0).transpose(0, 2, 3, 1))
