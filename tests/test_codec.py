@@ -8,14 +8,39 @@ import torch
 from conftest import refused
 from image_helpers import prepare
 from tiny_runs import TINY, assert_resumes, decode_png, make_autoencoder, make_data, metrics
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nanodiff.common import StackedGenerator
 from nanodiff.data.codec import load_codec, make_codec
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import to_model_range, to_uint8
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.gaussian import GaussianDiffusion
+from nanodiff.diffusion.timesteps import FOR_BOTH, FOR_FLOW, FOR_GAUSSIAN, make_timesteps
 from nanodiff.models.autoencoder import open_autoencoder
+from nanodiff.models.dit import DiTConfig
+from nanodiff.sampling.draw import Known, ModelSamples, SampleSettings
+from nanodiff.training.log import Meter
 
 CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+class NoFloat64(TorchDispatchMode):
+    """Lets "meta" stand for MPS: float64 is refused there, and what is read from there is zeros."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        options = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 0
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta and options.get("device") == CPU:
+            return torch.zeros(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
+        result = func(*args, **options)
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.is_meta and x.dtype == torch.float64:
+                raise TypeError(f"{func}: MPS has no float64")
+        return result
 
 
 @pytest.fixture
@@ -115,6 +140,38 @@ def test_samples_of_arrays_come_back_in_their_range(base, run_script, draw):
     refused("is for arrays beyond 8 bits", draw, *given)
     refused("arrays of 5 channels; metrics of features accept uint8", run_script, "base_eval", "--metric=fd_classifier")
     assert to_uint8(torch.tensor([-9.0, -1.001, 1.01, 9.0])).tolist() == [0, 0, 255, 255]
+
+
+@pytest.mark.parametrize("process", [FlowMatching(), GaussianDiffusion(num_timesteps=20)])
+@pytest.mark.parametrize("kind", ["images", "arrays"])
+def test_no_float64_before_the_cpu(kind, process):
+    """From x0, t and noise to a logged loss; from noise, or an image with a mask, to a file, a grid and a page."""
+    facts = {"kind": kind, "channels": 3, "resolution": 8, "range": [-9, 9], "dtype": "int16"}
+    codec = load_codec(facts, META)
+    model = lambda x_t, t, **cond: x_t.bfloat16()
+    model.config = DiTConfig(8, 3, out_channels=3, patch_size=4, width=16, depth=1, heads=4)
+    start = codec.to_x0(torch.zeros(2, 3, 8, 8), None)
+    known = Known(start, 0.7, torch.full((1, 1, 8, 8), 0.5))
+    with NoFloat64():
+        with pytest.raises(TypeError, match="no float64"):
+            torch.zeros(2, device=META).double()
+        for name in process.samplers:
+            for given in (None, known):
+                settings = SampleSettings(steps=3, sampler=name)
+                samples = ModelSamples(model, process, codec, settings, given=given)
+                x0 = samples.draw(np.arange(2), on_step=lambda i, steps, x0: codec.preview(x0))
+                assert x0.is_meta and x0.dtype == torch.float32
+                output = codec.to_output(x0)
+                assert output.shape == (2, 3, 8, 8) and codec.picture(output).dtype == np.uint8
+                assert codec.to_pixels(x0).dtype == torch.uint8
+        meter = Meter(process, META, {"train_time_s": 0.0})
+        meter.start_step()
+        names = FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW
+        for name in (*FOR_BOTH, *names):
+            t, weight = make_timesteps(name, process).sample(torch.rand(2, device=META))
+            noise = torch.randn(2, 3, 8, 8, device=META)
+            meter.add(t, weight, process.losses(model, start.to(META), t, noise, {}), 0.0)
+        meter.mean_losses()
 
 
 def test_channels_are_normalised(vae):
