@@ -204,5 +204,13 @@ class Progress:
             print(text, end="", file=sys.stderr, flush=True)
 
 
+def count(n: int, noun: str) -> str:
+    """1 image, 2,000 images, 3 classes."""
+    if n == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{n:,} {noun}{ending}"
+
+
 def in_batches(ids: np.ndarray, batch_size: int) -> Batches:
     return np.split(ids, range(batch_size, len(ids), batch_size))

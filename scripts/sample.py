@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, at, get_dist, print0
+from nanodiff.common import Progress, UserError, at, count, get_dist, print0
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_ranks
@@ -180,10 +180,10 @@ elif rank == 0:
     write_atomic(png, encode_png(grid, protocol=store.protocol))
     order = " (given, sample, given, ...)" if shown else ""
     seconds = time.perf_counter() - start
-    print0(f"{num_images - before:,} images in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")
+    print0(f"{count(num_images - before, 'image')} in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")
     if npz:
         store.write_npz(samples.labels(ids))
-        print0(f"{num_images:,} images: {output}")
+        print0(f"{count(num_images, 'image')}: {output}")
     store.close()
 leave_together()
 if stopped:

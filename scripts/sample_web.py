@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from configurator import check, configure, read_settings
-from nanodiff.common import UserError, print0
+from nanodiff.common import UserError, count, print0
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.files import reading
 from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, loaded_of, read_file, shipped
@@ -157,7 +157,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
         classes = [loaded.class_names[label] for label in samples.labels(range(min(n, columns)))]
     seconds = time.perf_counter() - start
     send_picture(images, json.dumps(drawn), settings=drawn, classes=classes, seconds=seconds, warning=warning)
-    print0(f"{n} images of {asked['run']} at step {loaded.step:,}")
+    print0(f"{count(n, 'image')} of {asked['run']} at step {loaded.step:,}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """A checkpoint is whole or not there, a corrupt one is skipped, and none runs code."""
 
+import errno
 import json
 import os
 import signal
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,6 +49,15 @@ def test_round_trip(tmp_path, monkeypatch):
     assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, 500) == path
     assert find_checkpoint(tmp_path / "another run") is None
     refused("no checkpoint of step 7; it has: 500", find_checkpoint, tmp_path, 7)
+
+
+def test_a_full_disk_says_what_there_is(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for there in ("none", "1"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "write_json", Mock(side_effect=full))
+            refused(f"step_000002: No space left on device; intact checkpoints: {there}$", save, tmp_path, 2)
+        save(tmp_path, 1)
 
 
 @pytest.mark.parametrize("moment", ["first tensor", "manifest", "rename"])

@@ -5,6 +5,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -207,6 +208,20 @@ def test_wandb_without_a_login_is_one_line(monkeypatch):
     hook = sys.excepthook
     refused("no API key", check_wandb, "name")
     assert sys.excepthook is hook  # wandb's own would print a traceback above the line
+    monkeypatch.setattr(wandb, "login", Mock(side_effect=wandb.errors.AuthenticationError("key of 3\nletters")))
+    refused("run='name' logs to wandb: key of 3 letters; accepted: `wandb login`, WANDB_MODE=", check_wandb, "name")
+
+
+def test_wandb_without_a_network_is_one_line_before_the_first_step(monkeypatch, tmp_path, capsys):
+    """And the wait is announced, as wandb is silent meanwhile."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=wandb.errors.CommError("no such host")))
+    config = Config(resume="auto")
+    config.defaults = {}
+    described = {"config": config, "num_iterations": 9}
+    open_log = lambda: RunLog("name", tmp_path, torch.device("cpu"), described, 0, {"wandb_id": None})
+    refused("logs to wandb: no such host; accepted: .*--run=dummy", open_log)
+    assert capsys.readouterr().out == "waiting for wandb, up to two minutes\n"
 
 
 def test_a_log_begins_where_the_run_resumes(tmp_path):

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,22 +176,31 @@ class Meter:
         )
 
 
-def check_wandb(run: str) -> None:
-    """Refuse a wandb run that could not log."""
-    if run == "dummy" or not is_first_rank():
-        return
+@contextmanager
+def open_wandb(run: str):
+    """The module; its errors are bad input, such as no API key, or no network."""
     try:
         import wandb
     except ImportError:
         raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb") from None
     hook = sys.excepthook
-    has_key = wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
-    sys.excepthook = hook  # wandb's own prints a traceback above our line
-    if not has_key:
+    try:
+        yield wandb
+    except wandb.Error as error:
         raise UserError(
-            f"run={run!r} logs to wandb, which has no API key here; "
-            "accepted: `wandb login`, WANDB_MODE=offline or --run=dummy"
-        )
+            f"run={run!r} logs to wandb: {error}; accepted: `wandb login`, WANDB_MODE=offline or --run=dummy"
+        ) from None
+    finally:
+        sys.excepthook = hook  # wandb's own prints a traceback above our line
+
+
+def check_wandb(run: str) -> None:
+    """Refuse a wandb run that could not log."""
+    if run == "dummy" or not is_first_rank():
+        return
+    with open_wandb(run) as wandb:
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise wandb.Error("no API key here")
 
 
 def record(path: Path, described: dict, step: int) -> None:
@@ -234,11 +244,11 @@ class RunLog:
         trim_metrics(run_dir / "metrics.jsonl", step)
         self.file = open(run_dir / "metrics.jsonl", "a")
         if run != "dummy":
-            import wandb
-
-            self.wandb = wandb.init(
-                project="nanodiff", name=run, config=config, id=progress["wandb_id"], resume="allow", dir=run_dir
-            )
+            print0("waiting for wandb, up to two minutes")
+            with open_wandb(run) as wandb:
+                self.wandb = wandb.init(
+                    project="nanodiff", name=run, config=config, id=progress["wandb_id"], resume="allow", dir=run_dir
+                )
             progress["wandb_id"] = self.wandb.id
 
     def metrics(self, line: dict) -> None:
