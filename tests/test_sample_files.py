@@ -1,6 +1,7 @@
 """Samples in a file or a folder are read in any pieces, with their classes."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -29,6 +30,25 @@ def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
     assert file.protocol["samples_protocol"] == drawn and file.num_classes == 3
     assert (file.data, file.class_names) == ("shapes", ["a", "b", "c"])
     assert_pieces(file, images, labels)
+
+
+def test_what_makes_a_distance_wrong_is_said(tmp_path, capsys):
+    """JPEG's loss; values that were scaled to 1. Other samples get no note."""
+    for name, images, note in (
+        ("a.PNG", IMAGES, "listing the files in .*"),
+        ("a.JPG", IMAGES, "listing .*\nnote: .*: 20 JPEGs, whose loss counts as the model's: .*"),
+        ("s.npz", IMAGES, ""),
+        ("b.npz", IMAGES // 128, "note: .*b.npz begins with values of 0 and 1 alone; .*"),
+    ):
+        path = tmp_path / name
+        if path.suffix == ".npz":
+            np.savez(path, images)
+        else:
+            path.mkdir()
+            for i, image in enumerate(images):
+                Image.fromarray(image).save(path / f"{i}{path.suffix}")
+        Samples(str(path))
+        assert re.fullmatch(note, capsys.readouterr().out.strip())
 
 
 @pytest.mark.parametrize("classes", [1, 4])

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from nanodiff.common import UserError, at, in_batches
+from nanodiff.common import UserError, at, count, in_batches, print0
 from nanodiff.files import reading
 from nanodiff.prepare.decode import decode
 from nanodiff.prepare.sources import Options, open_arrays, read_images
@@ -30,6 +30,11 @@ class Samples:
             items = list(source.items)
             self._payloads = [item.payload for item in items]
             labels = [item.label for item in items]
+            num_jpeg = sum(item.name.lower().endswith((".jpg", ".jpeg")) for item in items)
+            if num_jpeg:
+                print0(
+                    f"note: {path}: {count(num_jpeg, 'JPEG')}, whose loss counts as the model's: sample to PNG or .npz"
+                )
             self.class_names = source.class_names
         elif path.is_file():
             images, labels, protocol = open_arrays(path)
@@ -51,6 +56,8 @@ class Samples:
         if self._labels.any() or drawn.get("class_names"):
             self.num_classes = 1 + int(self._labels.max())
         self.shape = self._decode(0).shape
+        if self.images(range(min(16, self.num_images))).max() <= 1:
+            print0(f"note: {path} begins with values of 0 and 1 alone; they are taken as nearly black, out of 255")
 
     def labels(self, ids) -> np.ndarray:
         return self._labels[ids]
