@@ -194,10 +194,6 @@ def read_settings(globals_: dict, modules=()) -> Settings:
     return settings
 
 
-def nearest_presets(path: str) -> str:
-    return nearest(path, [f"runs/{file.name}" for file in Path(__file__).parent.glob("runs/*.py")])
-
-
 def read_preset(settings: Settings, path: str) -> dict:
     """{name: value} of a preset's assignments. Raises ValueError naming the file and the line."""
     values = {}
@@ -206,10 +202,11 @@ def read_preset(settings: Settings, path: str) -> dict:
         if not found.is_file():
             found = Path(__file__).parent / path
         nodes = ast.parse(found.read_bytes(), path).body
-    except FileNotFoundError:
-        raise ValueError(f"preset {path!r}: no such file; nearest: {nearest_presets(path)}") from None
     except (SyntaxError, ValueError, OSError) as error:
-        raise ValueError(f"preset {path!r}: {error}") from None
+        presets = [f"runs/{file.name}" for file in Path(__file__).parent.glob("runs/*.py")]
+        raise ValueError(
+            f"{path!r} is no --key=value and no preset: {error}; nearest: {nearest(path, presets)}"
+        ) from None
     for node in nodes:
         where = f"preset {path!r} line {node.lineno}: "
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -229,17 +226,12 @@ def read_argument(settings: Settings, arg: str, after: str) -> dict:
     if arg.startswith("--"):
         name, equals, text = arg[2:].partition("=")
         if name in settings and not equals:
-            if not re.match(r"--|.*\.py$", after):  # --data mine, as for argparse
-                raise ValueError(f"{arg} {after} is not accepted; write {arg}={after.strip('=')}")
-            if type(settings[name].default) is not bool:
-                raise ValueError(f"{arg} has no value; write {arg}=VALUE: {accepted(settings[name])}")
+            is_alone = re.match(r"--|.*\.py$", after)  # else: --data mine, as for argparse
+            if not (is_alone and isinstance(settings[name].default, bool)):
+                value = "VALUE" if is_alone else after.strip("=")
+                raise ValueError(f"{arg} has no value; write {arg}={value}: {accepted(settings[name])}")
         return {name: check(settings, name, text if equals else True)}
-    if arg.endswith(".py"):
-        return read_preset(settings, arg)
-    raise ValueError(
-        f"argument {arg!r} is not accepted; accepted: --key=value, or a preset that ends in .py; "
-        f"nearest: {nearest_presets(arg)}"
-    )
+    return read_preset(settings, arg)
 
 
 def check_used(settings: Settings, config: Config) -> None:

@@ -204,12 +204,9 @@ class Progress:
             print(text, end="", file=sys.stderr, flush=True)
 
 
-def count(n: int, noun: str) -> str:
-    """1 image, 2,000 images, 3 classes."""
-    if n == 1:
-        return f"1 {noun}"
-    ending = "es" if noun.endswith("s") else "s"
-    return f"{n:,} {noun}{ending}"
+def count(n: int, noun: str, plural: str) -> str:
+    """1 image, 2,000 images."""
+    return f"{n:,} {noun if n == 1 else plural}"
 
 
 def in_batches(ids: np.ndarray, batch_size: int) -> Batches:

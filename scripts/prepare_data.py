@@ -162,7 +162,7 @@ dt = time.perf_counter() - start
 made = dataset.open_dataset(writer.path)
 numbers = " + ".join(f"{part['num_images']:,} {split}" for split, part in made.meta["splits"].items())
 sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
-labelled = count(made.num_classes, "class") if class_names else "unlabelled"
+labelled = count(made.num_classes, "class", "classes") if class_names else "unlabelled"
 if pairs:
     labelled += ", second images of {given_channels} channels ({given_scaling})".format(**made.meta)
 labelled = ", ".join([labelled, *images_in.arrays])

@@ -180,10 +180,10 @@ elif rank == 0:
     write_atomic(png, encode_png(grid, protocol=store.protocol))
     order = " (given, sample, given, ...)" if shown else ""
     seconds = time.perf_counter() - start
-    print0(f"{count(num_images - before, 'image')} in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")
+    print0(f"{count(num_images - before, 'image', 'images')} in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")
     if npz:
         store.write_npz(samples.labels(ids))
-        print0(f"{count(num_images, 'image')}: {output}")
+        print0(f"{count(num_images, 'image', 'images')}: {output}")
     store.close()
 leave_together()
 if stopped:

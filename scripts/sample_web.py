@@ -28,14 +28,14 @@ from configurator import check, configure, read_settings
 from nanodiff.common import UserError, count, print0
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.files import reading
-from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, loaded_of, read_file, shipped
+from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, loaded_of, newest_meta, read_file, shipped
 from nanodiff.models.build import stored_config
 from nanodiff.png import encode_png, make_grid
 from nanodiff.prepare.decode import decode
 from nanodiff.sampling.draw import ModelSamples
 from nanodiff.sampling.inputs import start_from
 from nanodiff.sampling.loaded import open_samples, parse_classes, settings_for
-from nanodiff.training.checkpoint import list_checkpoints, load_meta
+from nanodiff.training.checkpoint import list_checkpoints
 from nanodiff.web import form
 from nanodiff.web.server import LocalHandler, LocalServer
 
@@ -71,12 +71,11 @@ def describe_run(path: Path) -> dict:
             meta, _ = read_file(path, {})
             weights = [(meta["step"], meta["ema"])]
         else:
-            checkpoints = list_checkpoints(path)
-            if not checkpoints:
+            meta = newest_meta(path)
+            if not meta:
                 raise UserError(f"{path} holds no checkpoint")
-            meta = load_meta(checkpoints[-1][1])
             emas = [*map(str, meta["ema_rates"]), "raw"]
-            weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
+            weights = [(step, ema) for step, _ in reversed(list_checkpoints(path)) for ema in emas]
         model = SimpleNamespace(config=stored_config(meta))  # only a model's config is needed here
         loaded = loaded_of(meta | {"path": path, "source": str(path), "ema": ""}, model)
         return {
@@ -93,8 +92,8 @@ def describe_run(path: Path) -> dict:
 
 
 @functools.lru_cache(1)
-def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Loaded, ModelSamples]:
-    """The model and its samples. `times`: of what is read, so that new weights of the same name are loaded anew."""
+def load(run_dir: Path, step: int, ema: str, time_ns: int, device) -> tuple[Loaded, ModelSamples]:
+    """The model and its samples. `time_ns`: of what is read, so that new weights of the same name are loaded anew."""
     which = () if run_dir.is_file() else (step, ema)
     loaded = load_run(str(run_dir), device, *which)
     enlarged = low_res if loaded.model.config.low_res else ""
@@ -117,10 +116,10 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
         raise UserError(f"run={asked['run']!r} is not there any more: load the page anew")
     send(note=f"Loading {asked['run']}")
     step = asked["checkpoint_step"]
-    read = [folder for saved, folder in list_checkpoints(path) if saved == step] or [path]
+    weights = dict(list_checkpoints(path)).get(step, path)
     with reading(path):
-        times = tuple(place.stat().st_mtime_ns for place in read)
-    loaded, samples = load(path, step, asked["ema"], times, device)
+        time_ns = weights.stat().st_mtime_ns
+    loaded, samples = load(path, step, asked["ema"], time_ns, device)
     classes = parse_classes(asked["classes"], loaded.class_names)
     settings = settings_for(loaded, **asked)
     samples = replace(samples, settings=settings, seed=asked["seed"], classes=classes, not_finite=0)
@@ -157,7 +156,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
         classes = [loaded.class_names[label] for label in samples.labels(range(min(n, columns)))]
     seconds = time.perf_counter() - start
     send_picture(images, json.dumps(drawn), settings=drawn, classes=classes, seconds=seconds, warning=warning)
-    print0(f"{count(n, 'image')} of {asked['run']} at step {loaded.step:,}")
+    print0(f"{count(n, 'image', 'images')} of {asked['run']} at step {loaded.step:,}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """Samples in a file or a folder, which base_eval measures instead of a model's."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, at, count, in_batches, print0
+from nanodiff.common import UserError, at, in_batches, print0
 from nanodiff.files import reading
 from nanodiff.prepare.decode import decode
 from nanodiff.prepare.sources import Options, open_arrays, read_images
@@ -30,11 +31,8 @@ class Samples:
             items = list(source.items)
             self._payloads = [item.payload for item in items]
             labels = [item.label for item in items]
-            num_jpeg = sum(item.name.lower().endswith((".jpg", ".jpeg")) for item in items)
-            if num_jpeg:
-                print0(
-                    f"note: {path}: {count(num_jpeg, 'JPEG')}, whose loss counts as the model's: sample to PNG or .npz"
-                )
+            if {".jpg", ".jpeg"} & {Path(item.name).suffix.lower() for item in items}:
+                print0(f"note: {path}: the loss of JPEG counts as the model's; PNG and .npz have none")
             self.class_names = source.class_names
         elif path.is_file():
             images, labels, protocol = open_arrays(path)

@@ -135,6 +135,7 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
 
 def labelled_items(setting: str, where: str, samples):
     """Images, and their classes (n,) by the model's numbers, or None."""
+    path = at(where)
     source = open_images(setting, where)
     known = samples.codec.description["class_names"][: samples.num_classes]
     items = list(source.items)
@@ -144,8 +145,8 @@ def labelled_items(setting: str, where: str, samples):
             print0(f"note: {setting}={where!r} has no classes: unless some are given, samples take all classes in turn")
         return items, None
     labels = np.array([item.label for item in items])
-    is_drawn = at(where).suffix == ".npz" and "protocol" in np.load(at(where))  # by a model, whose numbers it has
-    if at(where).is_dir() or ({*names} <= {*known} and not is_drawn):  # by name, as prepare_data calls a file's classes
+    is_drawn = path.suffix == ".npz" and "protocol" in np.load(path)  # by a model, whose numbers it has
+    if path.is_dir() or ({*names} <= {*known} and not is_drawn):  # by name, as prepare_data calls a file's classes
         numbers = match_labels(names, known, f"{setting}={where!r}")
     else:
         numbers = [*map(int, names)]

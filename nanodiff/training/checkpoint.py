@@ -82,7 +82,7 @@ def save_checkpoint(
         publish_folder(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        intact = ", ".join(map(str, intact_steps(run_dir))) or "none"
+        intact = intact_steps(run_dir) or "none"
         raise UserError(f"cannot write checkpoint {final}: {error.strerror}; intact checkpoints: {intact}") from error
     # Later steps do not count: the run was resumed from an earlier one
     intact = [s for s in intact_steps(run_dir) if s <= step]
