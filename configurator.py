@@ -119,38 +119,28 @@ def cast(kind: type, value):
     return kind(value) if fits else None
 
 
-def hint(settings: Settings, name: str, value) -> str:
-    """What may have been meant by an unknown setting."""
-    if str(value).endswith(".py"):  # --config=runs/a.py
-        return "a preset's path stands alone"
-    alias = ALIASES.get(name)
-    if alias in settings:
-        return f"nearest: {alias}"
-    near = f"nearest: {nearest(name.replace('-', '_'), settings)}"
-    for file in Path(__file__).parent.glob("scripts/*.py"):
-        source, _, _ = file.read_text(encoding="utf-8").partition("configure(globals()")
-        if f"\n{name} = " in source:
-            near += f"; {file.stem} has it"
-    return near
-
-
 def check(settings: Settings, name: str, value, where: str = ""):
     """Convert a value, perhaps given as text, to the setting's type. Raises ValueError with the line for the user."""
     if name not in settings:
-        raise ValueError(f"{where}unknown setting {name!r}; {hint(settings, name, value)}; --help=all lists all")
+        near = ALIASES.get(name)
+        if near not in settings:
+            near = nearest(name.replace("-", "_"), settings)
+            for file in Path(__file__).parent.glob("scripts/*.py"):
+                source, _, _ = file.read_text(encoding="utf-8").partition("configure(globals()")
+                if f"\n{name} = " in source:
+                    near += f"; {file.stem} has it"
+        if str(value).endswith(".py"):  # --config=runs/a.py
+            near += "; a preset stands alone"
+        raise ValueError(f"{where}unknown setting {name!r}; nearest: {near}; --help=all lists all")
     rule = settings[name].rule
     kind = type(settings[name].default)
     if isinstance(value, str) and kind is not str:
         value = literal(value)
     result = cast(kind, value)
     if result is None or (rule and not satisfies(result, rule)):
-        raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {accepted(settings[name])}")
+        accepted = f"{KINDS[kind]}, {rule}".rstrip(", ")
+        raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {accepted}")
     return result
-
-
-def accepted(setting: Setting) -> str:
-    """The values of a setting, in words."""
-    return f"{KINDS[type(setting.default)]}, {setting.rule}".rstrip(", ")
 
 
 class Config(dict):
@@ -229,7 +219,7 @@ def read_argument(settings: Settings, arg: str, after: str) -> dict:
             is_alone = re.match(r"--|.*\.py$", after)  # else: --data mine, as for argparse
             if not (is_alone and isinstance(settings[name].default, bool)):
                 value = "VALUE" if is_alone else after.strip("=")
-                raise ValueError(f"{arg} has no value; write {arg}={value}: {accepted(settings[name])}")
+                raise ValueError(f"{arg} has no value; write {arg}={value}; {settings[name].comment}")
         return {name: check(settings, name, text if equals else True)}
     return read_preset(settings, arg)
 

@@ -130,14 +130,14 @@ def test_preset_path_is_relative_to_here_then_to_the_repository(script, preset, 
         ("depth=4", ["'depth=4'"]), ("preset", ["'preset'"]), ("missing.py", ["'missing.py'", "No such file"]),
         ("a" * 300 + ".py", ["name too long"]), ("--compile=a\nb", ["compile='a\\nb'"]),
         ("--sampler=ddim", ["auto|euler|heun"]), ("--tag mine", ["--tag=mine"]), ("--compile 0", ["--compile=0"]),
-        ("--depth", ["--depth has no value; write --depth=VALUE: an integer, >= 1"]),
+        ("--depth", ["--depth has no value; write --depth=VALUE; >= 1: layers"]),
         ("--learning_rate=1", ["nearest: lr;"]),
         ("--device=cpu", ["nearest: device_type;"]), ("--epochs=3", ["nearest: depth, "]),  # no num_epochs
         ("--batch_size=8", ["; sample has it"]), ("--path=a", ["; prepare_data has it;"]),
         ("runs/shapescpu.py", ["nearest: runs/shapes_cpu.py, "]),
         ("shapes_cpu.py", ["no --key=value and no preset: ", "nearest: runs/shapes_cpu.py, "]),
         ("runs/shapes_cpu", ["nearest: runs/shapes_cpu.py, "]),
-        ("--config=runs/shapes_cpu.py", ["unknown setting 'config'", "a preset's path stands alone"]),
+        ("--config=runs/shapes_cpu.py", ["unknown setting 'config'", "; a preset stands alone;"]),
     ],
 )  # fmt: skip
 def test_mistakes_on_the_command_line(script, capsys, arg, parts):

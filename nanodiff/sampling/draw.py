@@ -277,7 +277,7 @@ class ModelSamples:
         """The second images of samples `ids`, or []: (C, H, W) uint8 on the CPU, enlarged to the samples' size."""
         pictures = []
         for name in self.inputs.keys() & IMAGES:
-            for part in in_batches(np.asarray(ids), 8):  # of one shape
+            for part in self.batches(np.asarray(ids), 8):  # of one shape
                 shape = self.shape_of(part[0])
                 image = self.inputs[name](part, shape)
                 if name == "low_res":  # made from x0, so the codec shows it
