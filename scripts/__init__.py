@@ -1,6 +1,7 @@
 """Programs: `python -m scripts.NAME`."""
 
 import sys
+from contextlib import suppress
 
 
 def _excepthook(kind, *error):
@@ -13,5 +14,5 @@ def _excepthook(kind, *error):
 
 
 sys.excepthook = _excepthook
-if sys.stdout:
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack the letters of a file's or class's name
+with suppress(AttributeError):  # of a notebook's, or of none
+    sys.stdout.reconfigure(errors="replace")  # it may lack the letters of a file's or class's name

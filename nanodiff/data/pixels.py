@@ -127,16 +127,13 @@ class Arrays(Pixels):
     rounding = "clamped to the range of the data"
 
     def to_output(self, x0):
-        low, high = self.description["range"]
         dtype = np.dtype(self.description["dtype"])
-        share = (x0.cpu().double().clamp(-1, 1).numpy() + 1) / 2  # on the CPU, as MPS has no float64
-        values = low + share * (high - low)
+        values = np.interp(x0.cpu().numpy(), (-1, 1), self.description["range"])  # in float64, clamped
         if dtype.kind in "ui":
             limits = np.iinfo(dtype)
             values = np.rint(values).clip(limits.min, limits.max)
         return values.astype(dtype)
 
     def picture(self, output):
-        low, high = self.description["range"]
-        share = (visible(output).astype(np.float64) - low) / (high - low)
-        return np.rint(255 * share).astype(np.uint8)
+        levels = np.interp(visible(output), self.description["range"], (0, 255))
+        return np.rint(levels).astype(np.uint8)

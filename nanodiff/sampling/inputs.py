@@ -197,15 +197,15 @@ def start_from(samples, images: np.ndarray, where: str, strength: float, mask: s
             f"from_images={where!r}: (channels, height, width) {images.shape[1:]}; accepted: {samples.shape}"
         )
     described = {"from_images": with_hash(where, images), "strength": strength}
-    kept = torch.zeros(1, 1, *codec.shape[1:])
+    x0_levels = torch.zeros(1, 1, *codec.shape[1:])
     if mask:
         levels = read_mask(mask, codec.image_size)
         described["mask"] = with_hash(mask, levels)
         # A latent is kept as its darkest pixel is
-        kept = -F.adaptive_max_pool2d(-torch.from_numpy(levels)[None, None], codec.shape[1:])
-        if not kept.any():
+        x0_levels = -F.adaptive_max_pool2d(-torch.from_numpy(levels)[None, None], codec.shape[1:])
+        if not x0_levels.any():
             raise UserError(f"mask={mask!r} keeps nothing: all of the {codec.image_size} pixels used are black")
-    samples.given = Known(torch.tensor(images), strength, kept, described)
+    samples.given = Known(torch.tensor(images), strength, x0_levels, described)
     samples.size = codec.shape
 
 

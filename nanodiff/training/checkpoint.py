@@ -82,8 +82,10 @@ def save_checkpoint(
         publish_folder(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        intact = intact_steps(run_dir) or "none"
-        raise UserError(f"cannot write checkpoint {final}: {error.strerror}; intact checkpoints: {intact}") from error
+        intact_checkpoints = intact_steps(run_dir) or "none"
+        raise UserError(
+            f"cannot write checkpoint {final}: {error.strerror}; intact checkpoints: {intact_checkpoints}"
+        ) from error
     # Later steps do not count: the run was resumed from an earlier one
     intact = [s for s in intact_steps(run_dir) if s <= step]
     for s, path in list_checkpoints(run_dir):
