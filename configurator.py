@@ -281,8 +281,10 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None, mod
     config.defaults = dict(config)
     config.given = {}
     try:
-        if (encoding := sys.getfilesystemencoding()) != "utf-8":  # names of files and classes would be stored garbled
-            raise ValueError(f"this locale reads names as {encoding}; accepted: utf-8, such as by PYTHONUTF8=1")
+        if sys.getfilesystemencoding() != "utf-8":  # names of files and classes would be stored garbled
+            raise ValueError(
+                f"this locale reads names as {sys.getfilesystemencoding()}; accepted: utf-8, such as by PYTHONUTF8=1"
+            )
         for arg, after in zip(argv, [*argv[1:], "--"]):
             config.given |= read_argument(settings, arg, after)
         config |= config.given
