@@ -16,7 +16,18 @@ import torch
 from conftest import ROOT, refused
 from processes import FORK, Started
 
-from nanodiff.common import BLOCK, LostRank, UserError, at, base_dir, draw_rows, excepthook, make_generator, print0
+from nanodiff.common import (
+    BLOCK,
+    LostRank,
+    UserError,
+    at,
+    base_dir,
+    count,
+    draw_rows,
+    excepthook,
+    make_generator,
+    print0,
+)
 from nanodiff.dist import StopSignal, collective
 from nanodiff.files import write_atomic, writing
 
@@ -136,6 +147,11 @@ def test_names_do_not_command_the_terminal(capsys):
     with pytest.raises(SystemExit):
         excepthook(UserError, UserError("\x1b]0;title\x07"), None)
     assert capsys.readouterr().err == "error: ?]0;title?\n"
+
+
+def test_one_is_singular():
+    counts = [count(n, "class", "classes") for n in (0, 1, 2000)]
+    assert counts == ["0 classes", "1 class", "2,000 classes"]
 
 
 def test_a_terminal_without_the_letters_of_a_name_shows_others():

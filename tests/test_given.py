@@ -1,5 +1,7 @@
 """Samples from given images: strength 1 is plain sampling, strength 0 and a mask of ones the image."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.png import encode_png
 from nanodiff.prepare.decode import decode
 from nanodiff.sampling.draw import Known
-from nanodiff.sampling.inputs import read_mask
+from nanodiff.sampling.inputs import read_mask, start_from
 
 SAMPLERS = [("flow", name) for name in FlowMatching.samplers] + [("eps", name) for name in GaussianDiffusion.samplers]
 
@@ -77,6 +79,18 @@ def test_a_gray_mask_keeps_its_levels(tmp_path):
     assert (read_mask(str(tmp_path / "d.npy"), 16) == (levels > 99)).all()
     for name in ("e.npy", "f.npy"):
         refused("values below 0 or above 255", read_mask, str(tmp_path / name), 16)
+
+
+def test_a_latent_is_kept_as_its_darkest_pixel(tmp_path):
+    levels = np.full((16, 16), 255, np.uint8)
+    levels[5, 6] = 51
+    levels[8:] = 0
+    np.save(tmp_path / "mask.npy", levels)
+    codec = SimpleNamespace(image_size=16, shape=(4, 4, 4))
+    samples = SimpleNamespace(codec=codec, shape=(3, 16, 16))
+    start_from(samples, np.zeros((1, 3, 16, 16), np.uint8), "", 1.0, str(tmp_path / "mask.npy"))
+    expected = torch.tensor([[1, 1, 1, 1], [1, 0.2, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]])
+    torch.testing.assert_close(samples.given.mask[0, 0], expected)
 
 
 @pytest.mark.parametrize("process", [FlowMatching(timestep_shift=0.3), GaussianDiffusion()])
