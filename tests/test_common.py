@@ -16,18 +16,8 @@ import torch
 from conftest import ROOT, refused
 from processes import FORK, Started
 
-from nanodiff.common import (
-    BLOCK,
-    LostRank,
-    UserError,
-    at,
-    base_dir,
-    count,
-    draw_rows,
-    excepthook,
-    make_generator,
-    print0,
-)
+from nanodiff import common
+from nanodiff.common import BLOCK, LostRank, UserError, at, base_dir, draw_rows, excepthook, make_generator, print0
 from nanodiff.dist import StopSignal, collective
 from nanodiff.files import write_atomic, writing
 
@@ -150,7 +140,7 @@ def test_names_do_not_command_the_terminal(capsys):
 
 
 def test_one_is_singular():
-    counts = [count(n, "class", "classes") for n in (0, 1, 2000)]
+    counts = [common.count(n, "class", "classes") for n in (0, 1, 2000)]
     assert counts == ["0 classes", "1 class", "2,000 classes"]
 
 
