@@ -28,14 +28,14 @@ from configurator import check, configure, read_settings
 from nanodiff.common import UserError, count, print0
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.files import reading
-from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, loaded_of, newest_meta, read_file, shipped
+from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, loaded_of, read_file, shipped
 from nanodiff.models.build import stored_config
 from nanodiff.png import encode_png, make_grid
 from nanodiff.prepare.decode import decode
 from nanodiff.sampling.draw import ModelSamples
 from nanodiff.sampling.inputs import start_from
 from nanodiff.sampling.loaded import open_samples, parse_classes, settings_for
-from nanodiff.training.checkpoint import list_checkpoints
+from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web import form
 from nanodiff.web.server import LocalHandler, LocalServer
 
@@ -71,11 +71,12 @@ def describe_run(path: Path) -> dict:
             meta, _ = read_file(path, {})
             weights = [(meta["step"], meta["ema"])]
         else:
-            meta = newest_meta(path)
-            if not meta:
+            checkpoints = list_checkpoints(path)
+            if not checkpoints:
                 raise UserError(f"{path} holds no checkpoint")
+            meta = load_meta(checkpoints[-1][1])
             emas = [*map(str, meta["ema_rates"]), "raw"]
-            weights = [(step, ema) for step, _ in reversed(list_checkpoints(path)) for ema in emas]
+            weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
         model = SimpleNamespace(config=stored_config(meta))  # only a model's config is needed here
         loaded = loaded_of(meta | {"path": path, "source": str(path), "ema": ""}, model)
         return {

@@ -164,8 +164,8 @@ def test_no_float64_before_the_cpu(kind, process):
                 output = codec.to_output(x0)
                 assert output.shape == (2, 3, 8, 8) and codec.picture(output).dtype == np.uint8
                 assert codec.to_pixels(x0).dtype == torch.uint8
-        meter = Meter(process, META, {"train_time_s": 0.0})
-        meter.start_step()
+        meter = Meter(process, META, torch.float32, [], {"train_time_s": 0.0})
+        meter.start_step(1)
         names = FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW
         for name in (*FOR_BOTH, *names):
             t, weight = make_timesteps(name, process).sample(torch.rand(2, device=META))
