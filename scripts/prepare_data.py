@@ -42,12 +42,14 @@ source = "auto"  # auto|{SOURCES}: auto looks at the path
 path = ""  # file or folder to read, or a pattern of tars; "" for shapes, and for cifar10 to download it
 name = ""  # data set name; "" = the source's, file's or folder's
 resolution = 0  # 0 or [4, 4096]: pixels per side; other images are scaled and cropped; 0 = as they are, all of one size
-labels = "auto"  # folder = by sub-folder; file = by file name up to "_"; none = no classes; or a table: .csv, .jsonl,
-#                  .json. auto = by metadata.csv or the like, else the .cls or .json beside an image, else folder
+labels = "auto"  # folder = by sub-folder (folder:1, folder:2: of this level); file = by file name up to "_"; none = no
+#                  classes; or a table: .csv, .tsv, .jsonl, .json. auto = by metadata.csv or the like, else the .cls or
+#                  .json beside an image, else folder
+file_column = ""  # column of tables; "" = file_name, file, filename, image, path, image_id or id; suffixes may lack
 label_column = ""  # column of tables and of .json beside images; "" = label or class
 caption_column = ""  # "" = text, caption or prompt; captions are also in the .txt beside images
 captions = ""  # .tsv file to write: the path of every image, a tab, its caption
-classes = ""  # names of the classes to take, comma-separated; "" = all
+classes = ""  # names or numbers of the classes to take, comma-separated, "in quotes" if they have commas; "" = all
 vectors = ""  # vectors to condition a model on: an .npz of image names, matched as in tables, and vectors, one (D) or a
 #               sequence (L, D) per name; for arrays of images also an .npy, in their order
 pairs = ""  # second images to condition a model on, such as masks: a folder with a file of the same path as each image,
@@ -104,7 +106,9 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
             add_numbers(images_in, condition, config[condition])
     class_names = images_in.class_names
     if classes:  # keep only images of these, numbered 0, 1, ... in the source's order
-        numbers = sorted({*dataset.match_labels(classes.split(","), class_names, f"classes={classes!r}")})
+        from nanodiff.sampling.loaded import parse_classes  # a door
+
+        numbers = sorted({*parse_classes(classes, class_names)})
         class_names = [class_names[number] for number in numbers]
         items = images_in.items
         images_in.items = (item._replace(label=numbers.index(item.label)) for item in items if item.label in numbers)
@@ -120,9 +124,8 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
         "files": state_of(images_in.files),
     }
     writer.resume(plan)
-    skipped = []
+    skipped = images_in.unreadable
     counts = Counter()
-    per_class = Counter()  # training images
     first = None
     with Progress(images_in.num_images, "images", "preparing") as bar:
         for note in make_parts(images_in, resolution, writer.folder, workers or cores):
@@ -130,8 +133,6 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
                 first = first or group
                 if not images_in.sizes:
                     check_size(group["name"], group["shape"][1:], first["name"], first["shape"][1:])
-                if group["split"] == "train":
-                    per_class.update(group["y"])
                 cond = {condition: images_in.arrays[condition][rows] for condition, rows in group["rows"].items()}
                 writer.add(group["split"], group["shard"], y=group["y"], **cond)
             skipped += note["skipped"]
@@ -150,10 +151,6 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
         print0("no second image has a value above 63 of 255: masks should hold 0 and 255, not 0 and 1")
     if images_in.num_clipped:
         print0(f"clipped {images_in.num_clipped:,} values beyond the range")
-    if class_names:
-        found = sorted((per_class[label], name) for label, name in enumerate(class_names))
-        rarest = [f"{name} {number:,}" for number, name in found[:20]]
-        print0(f"training images of a class, at most 20 classes, rarest first: {', '.join(rarest)}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What was made

@@ -63,4 +63,4 @@ def test_names_win_over_numbers(names):
         assert parse_classes([names[number] for number in numbers], names) == [2, 0]
     assert parse_classes(1, names) == [1] and parse_classes(None, names) is parse_classes([], names) is None
     for wrong in (["0"], "7", [3], -1, 1.5, [[1], [0, 2]], {1}, True):
-        refused("is unknown; this model has 3 classes", parse_classes, wrong, names)
+        refused("is unknown; there are 3 classes", parse_classes, wrong, names)

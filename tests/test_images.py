@@ -37,13 +37,13 @@ def test_folder_of_classes_and_the_held_out_share(tmp_path):
     assert labels.tolist() == [0] * 10 + [1] * 10 and open_dataset("toy").class_names == ["cat", "dog"]
     refused("no split 'val'", open_dataset, "toy", "val")
     prepare(tmp_path / "in", val_fraction=0.25, seed=4)
-    mask = val_mask(20, 0.25, seed=4)
-    assert mask.sum() == 5 and not np.array_equal(mask, val_mask(20, 0.25, seed=5))
+    mask = val_mask(labels, 0.25, seed=4)
+    assert mask.sum() == 5 and not np.array_equal(mask, val_mask(labels, 0.25, seed=5))
     np.testing.assert_array_equal(everything()[0], ordered[~mask])
     np.testing.assert_array_equal(everything(split="val")[0], ordered[mask])
-    for place in ("train/cat", "val/cat", "val/fox"):
-        write(tmp_path / "split" / place / "0.png", encode_png(noise(8, 8)))
-    assert "training images of a class, at most 20 classes, rarest first: fox 0, cat 1\n" in report(tmp_path / "split")
+    for share in (0.1, 0.5, 0.9):  # never the last image of a class
+        classes = np.array([0, 1, 1, 2] + 9 * [3])
+        assert {*classes[~val_mask(classes, share, seed=4)]} == {0, 1, 2, 3}
 
 
 def test_colours_of_all_kinds_become_rgb(tmp_path):
@@ -97,7 +97,7 @@ def test_unreadable_files_are_skipped_and_named(tmp_path):
         assert reasons.keys() == {*files, "float.tif"}
         assert "PNG" in reasons["text.jpg"] and "unknown" in reasons["float.tif"]
         assert reasons["eps.jpg"] == reasons["text.jpg"]
-        assert "first: cat 4, dog 4\n" in out and "enlarged 8 images" in out and "skipped 5 unreadable" in out
+        assert "  all 13 images: dog 4, cat 9\n" in out and "enlarged 8 images" in out and "skipped 5 unreadable" in out
 
 
 def test_values_that_fill_little_of_their_range_are_named(tmp_path):
@@ -122,12 +122,20 @@ FLAT = ["cat_2.png", "dog_1.png", "dog_3_x.png"]
         (["set/10/1.png", "set/9/2.png"], "auto", ["9", "10"], [1, 0], ["", ""]),  # numbers in their order
         (["only/1.png", "only/2.png"], "auto", ["only"], [0, 0], ["", ""]),  # one class is fine
         (["train/a/1.png"], "auto", ["a"], [0], [""]),  # no held-out folder
+        (
+            ["cat/train/1.png", "cat/test/2.png", "dog/train/3.png"],
+            "auto",
+            ["cat", "dog"],
+            [0, 0, 1],
+            ["train", "val", "train"],
+        ),
         (FLAT, "auto", [], [0, 0, 0], [""] * 3),
         (FLAT, "file", ["cat", "dog"], [0, 1, 1], [""] * 3),
     ],
 )
 def test_classify(names, labels, class_names, numbers, splits):
-    places = [Place(os.path.dirname(name), name.split("_")[0] if labels == "file" else "", name) for name in names]
+    label = (lambda name: name.split("_")[0]) if labels == "file" else lambda name: ""
+    places = [Place(("", *os.path.dirname(name).split("/")), label(name), name) for name in names]
     assert classify(places, labels) == class_names
     assert [place.split for place in places] == splits
     assert [place.number for place in places if place.split is not None] == numbers
@@ -153,13 +161,14 @@ CSV = {
     "columns by name": "width,label,file\n8,owl,0.png\n8,bat,x/1.png\n8,owl,2.png\n",
 }
 WRONG_CSV = {
-    "0.png,owl\n2.png,bat\n0.png,bat": r"a\.csv, line 3: '0\.png' has \('bat', ''\) here and \('owl', ''\) before",
+    "0.png,owl\n2.png,bat\n0.png,bat": r"a\.csv, line 3: '0\.png' has \('bat', .* here and \('owl', .* before",
     "0.png,owl\n2.png, ": r"no class for 1 of 3 images, such as 'x/1\.png'",
     "0.png,owl\n2.png, \nx/1.png,": r"no class for 2 of 3 images, such as '2\.png'",
     "file,label\n0.png,owl, brown": "line 2: found '0.png,owl, brown'",
-    "0.png;owl": r"line 1: found '0\.png;owl'; accepted: rows of file,class",
-    "owl,0.png": r"line 1: found 'owl,0\.png'",
-    "filename,class\n0.png,owl": "line 1: found 'filename,class'.*columns file and label",
+    "0.png;owl": r"no class for 3 of 3 images, .*a row of the table: '0\.png;owl'",
+    "owl,0.png": "no class for 3 of 3 images, .*a row of the table: 'owl'",
+    "class,label,file\na,b,0.png": "a.csv has the columns label and class; --label_column takes one",
+    ",owl": "line 1: found ',owl'; accepted: rows of file,class",
     "file,label,label\n0.png,owl,bat": "line 1: found 'file,label,label'",
     "in/0.PNG,owl\n2.png,owl": r"for 2 of 3 images, such as '0\.png' .* a row of the table: 'in/0\.PNG'",
 }

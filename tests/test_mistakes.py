@@ -117,8 +117,8 @@ MISTAKES = [
     ((*LORA, "--objective=flow_x0"), "objective='flow_x0' with lora_rank"),
     # what is asked of samples
     ((*SAMPLE, "--num_images=257"), "num_images=257: a grid shows 256; --npz keeps more"),
-    ((*SAMPLE, "--classes=ring,rig"), "classes: 'rig' is unknown; this model has 8 classes; accepted: circle, ring"),
-    ((*SAMPLE, "--model=plain", "--classes=1"), "classes: '1' is unknown; this model has no classes"),
+    ((*SAMPLE, "--classes=ring,rig"), "classes: 'rig' is unknown; there are 8 classes; accepted: circle, ring"),
+    ((*SAMPLE, "--model=plain", "--classes=1"), "classes: '1' is unknown; there are no classes"),
     ((*SAMPLE, "--out=."), "is a folder, or no PNG; accepted: the path of a file"),
     ((*SAMPLE, "--low_res=val"), "low_res='val' would do nothing: "),
     ((*SAMPLE, "--model=sr", "--low_res=odd.npz"), "(3, 8, 8) or (3, 16, 16)"),

@@ -209,5 +209,12 @@ def test_some_classes_alone(tmp_path):
         chosen, numbers = everything("part", split)
         np.testing.assert_array_equal(chosen, images[labels != 1])
         np.testing.assert_array_equal(2 * numbers, labels[labels != 1])
-    refused("'d' of the 2 classes .* called a, b, c", prepare, path, labels="folder", name="none", classes="a,d")
+    refused(
+        "'d' is unknown; there are 3 classes; accepted: a, b, c",
+        prepare,
+        path,
+        labels="folder",
+        name="none",
+        classes="a,d",
+    )
     refused("give this part of a set a --name of its own", prepare, path, labels="folder", name="", classes="a")

@@ -22,8 +22,10 @@ NO_FILE = " (no file, or over 256 MB)"  # added to a name, so that it ends like 
 
 
 def cleaned(name: str) -> str:
-    """A path with / between folders (Windows writes \\), and é as one character (macOS writes two)."""
-    return unicodedata.normalize("NFC", posixpath.normpath(name.replace("\\", "/")))
+    """A path with / between folders (Windows writes \\ alone), and é as one character (macOS writes two)."""
+    if "/" not in name:
+        name = name.replace("\\", "/")
+    return unicodedata.normalize("NFC", posixpath.normpath(name))
 
 
 def key_of(name: str) -> str:
@@ -91,7 +93,7 @@ def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> It
     """The files of a .tar or .tar.gz as a stream; nothing is extracted to disk. Names begin with the folder `below`."""
     with reading(path), open_unzipped(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         while (member := tar.next()) is not None:
-            name = cleaned(posixpath.join(below, member.name))
+            name = cleaned(posixpath.join(below, cleaned(member.name)))
             if not member.isreg() or member.size > MAX_BYTES:
                 name += NO_FILE
             content = tar.extractfile(member).read() if name.lower().endswith(suffixes) else None

@@ -4,8 +4,11 @@ import csv
 import io
 import itertools
 import json
+import re
+import textwrap
+from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from posixpath import basename, dirname, join, splitext
@@ -14,16 +17,21 @@ import numpy as np
 
 from nanodiff.common import UserError, at, print0
 from nanodiff.files import reading
-from nanodiff.prepare.containers import SUFFIXES, cleaned, is_image, key_of
+from nanodiff.prepare.containers import cleaned, is_image, key_of
 
-# Beside train/, in upper or lower case; the first that exists
-VAL_FOLDERS = ("val", "valid", "validation", "test", "dev", "eval")
-LABELS = ("auto", "folder", "file", "none")
+LABELS = ("auto", "folder", "file", "none", "folder:1", "folder:2", "folder:3")
 TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "dataset.json")  # Hugging Face, DiffSynth, EDM
-FILE_COLUMNS = ("file_name", "file", "image")
+FILE_COLUMNS = ("file_name", "file", "filename", "image", "path", "image_id", "id")
 LABEL_COLUMNS = ("label", "class")
 CAPTION_COLUMNS = ("text", "caption", "prompt")
-BESIDE = {".cls": "label", ".txt": "text"}  # files beside an image, and what their text is
+VAL_SPLITS = ("val", "test", "dev", "eval")  # beside train; the first that exists is held out
+SPLIT_TITLES = {"train": "train", "val": "val", "": "all", None: "left out (no training image has their class):"}
+SPLIT = re.compile(
+    r"(?:seg_)?(train|val|test|dev|eval)(?:ing|id|idation|uation)?(?:[_-]?(?:set|images|data))?[_-]?\d*",
+    re.IGNORECASE,
+)
+PAIR = re.compile(r"(images?|imgs?|masks?|labels?|annotations?|gt|ground_?truth)", re.IGNORECASE)  # no class's name
+BESIDE = {".json": "", ".cls": "label", ".txt": "text"}  # files beside an image, and their text's column
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Class and caption: (str, str), "" = not given
@@ -43,39 +51,48 @@ def text_of(payload: str | bytes, where: str) -> str:
     raise UserError(f"{where} is in UTF-16, Latin-1 or another code; accepted: UTF-8")
 
 
-def pick(row: dict, column: str, usual: tuple[str, ...]) -> str:
+def pick(row: dict, column: str, usual: tuple[str, ...], used: set) -> str:
     """A row's value in a column or, for "", in the first of the usual columns that it has."""
     if column:
-        usual = (column,)
+        usual = (column, column.lower())
     for key in usual:
         value = row.get(key)
         if isinstance(value, (list, dict)):
             raise UserError(f"{key} of an image is {str(value)[:80]!r}; accepted: one text or number")
         if value is not None:
+            used.add(key)
             return " ".join(str(value).split())
     return ""
 
 
-def class_and_caption(row: dict, options):
-    return pick(row, options.label_column, LABEL_COLUMNS), pick(row, options.caption_column, CAPTION_COLUMNS)
+def class_and_caption(row: dict, options, used: set) -> tuple[str, str]:
+    """The class, unless it comes from elsewhere, and the caption. `used` gets the columns that have them."""
+    label = ""
+    if options.labels not in LABELS[1:]:
+        label = pick(row, options.label_column, LABEL_COLUMNS, used)
+    return label, pick(row, options.caption_column, CAPTION_COLUMNS, used)
 
 
 def read_table(table: dict, payload: str | bytes, where: str, options, folder: str = "") -> None:
-    """Add the rows of a .csv, .tsv, .jsonl or .json, given its path or content, to {file: (class, caption)}.
+    """Add the rows of a .csv, .tsv, .jsonl or .json, given its path or content, to {file: (class, caption, split)}.
 
     A .csv or .tsv without a header has rows file,class; else rows are read by column. EDM's dataset.json lists
     such pairs, kohya's metadata.json maps each file to its row."""
     text = text_of(payload, where)
+    suffix = splitext(where)[1].lower()
+    used = set()
     with reading(where, "is not a table of images by file"):
-        if where.endswith((".csv", ".tsv")):
-            dialect = "excel-tab" if where.endswith(".tsv") else "excel"
+        if suffix in (".csv", ".tsv"):
+            dialect = "excel-tab" if suffix == ".tsv" else "excel"
             lines = list(csv.reader(io.StringIO(text, newline=""), dialect))
-            columns = lines[0] if lines else []
+            columns = [name.lower() for name in lines[0]] if lines else []
             names = set(columns)
-            if names.isdisjoint(FILE_COLUMNS) or len(names) < len(columns):  # no header
+            if names & {options.file_column.lower() or "file", *FILE_COLUMNS} and len(names) == len(columns):
+                lines[0] = []  # the header
+            else:
                 columns = ["file", "label"]
             rows = [dict(itertools.zip_longest(columns, line)) for line in lines]
-        elif where.endswith(".jsonl"):
+        elif suffix == ".jsonl":
             rows = [json.loads(line or "{}") for line in text.split("\n")]
         else:
             rows = json.loads(text)
@@ -83,79 +100,121 @@ def read_table(table: dict, payload: str | bytes, where: str, options, folder: s
                 rows = [{"file": file, "label": label} for file, label in rows["labels"] or []]
             elif isinstance(rows, dict):
                 rows = [{"file": file, **row} for file, row in rows.items()]
+        splits = set()
         for number, row in enumerate(rows, 1):
             values = list(row.values())
-            if not any(values) or values == list(row):  # empty, or the header
+            if not any(values):
                 continue
-            file = pick(row, "", FILE_COLUMNS)
-            facts = class_and_caption(row, options)
-            if row.get(None) or not file.lower().endswith(SUFFIXES):  # None: more cells than columns
+            file = pick(row, options.file_column, FILE_COLUMNS, used)
+            split = split_of(pick(row, "", ("split",), used))
+            splits.add(split)
+            facts = (*class_and_caption(row, options, used), split)
+            if row.get(None) or not file:  # None: more cells than columns
                 found = ",".join(str(value) for value in values if value is not None)
                 raise UserError(
-                    f"{where}, line {number}: found {found!r}; "
-                    "accepted: rows of file,class or a header with the columns file and label, or text"
+                    f"{where}, line {number}: found {found!r}; accepted: rows of file,class "
+                    "or a header with the columns file (or a --file_column) and label, or text"
                 )
-            before = table.setdefault(cleaned(join(folder, file)), facts)
+            before = table.setdefault(cleaned(join(folder, cleaned(file))), facts)
             if before != facts:
                 raise UserError(f"{where}, line {number}: {file!r} has {facts} here and {before} before")
-        if not any(map(any, table.values())):
-            print0(f"{where} gives no class or caption: {rows[:1]}; see --label_column and --caption_column")
+    columns = set(itertools.chain(*rows)) - {None}
+    if columns.issuperset(LABEL_COLUMNS) and not options.label_column:
+        raise UserError(f"{where} has the columns {' and '.join(LABEL_COLUMNS)}; --label_column takes one")
+    if splits <= {""}:
+        used.discard("split")
+    if columns > used:
+        print0(f"{where}: columns read: {shortened(sorted(used))}; not used: {shortened(sorted(columns - used))}")
 
 
 def find_table(streams: list, options):
-    """The table that options.labels names, or those beside the images: {name: (class, caption)}; None without one."""
+    """The table that options.labels names, or those beside the images: {name: (class, caption, split)}; None without
+    one. A name may lack its suffix."""
     if options.labels not in LABELS:
         file = at(options.labels)
-        if file.suffix not in (".csv", ".tsv", ".jsonl", ".json") or not file.is_file():
+        if file.suffix.lower() not in (".csv", ".tsv", ".jsonl", ".json") or not file.is_file():
             raise UserError(f"labels={options.labels!r}; accepted: {', '.join(LABELS)}, a .csv, .tsv, .jsonl, .json")
         table = {}
         read_table(table, str(file), str(file), options)
         return table
     table = None
+    if options.labels != "auto" and not options.captions:  # one that nobody needs may be of another kind
+        return table
     for stream in streams:
         for name, payload in stream(TABLES):
-            if basename(name) in TABLES:
+            if basename(name).lower() in TABLES:
                 table = table or {}
                 read_table(table, payload, name, options, dirname(name))
     return table
 
 
-def samples(streams: list, table: dict, options, ignored: Counter, suffixes: tuple) -> Iterator[tuple]:
-    """(name, path or content, class, caption) of each image; the content only if it has one of the suffixes. The class
-    is "" if none is given, None if there is a table without the image.
+def read_beside(name: str, payload: str | bytes, options) -> dict:
+    """The row in a file beside an image, {} if it has no class or caption."""
+    column = BESIDE[splitext(name)[1].lower()]
+    text = text_of(payload, name)
+    with reading(name):
+        row = {column: text} if column else json.loads(text)
+    if isinstance(row, dict) and any(class_and_caption(row, options, set())):
+        return row
+    return {}
+
+
+def samples(streams: list, table: dict, options, ignored: Counter, unreadable: set, suffixes: tuple) -> Iterator[tuple]:
+    """(name, path or content, (class, caption, split)) of each image; the content only if it has one of the suffixes.
+    The class is "" if none is given, None if there is a table without the image.
 
     Successive files with one key_of are a sample. If it has several images, each takes the files that share its path
-    up to the last dot. Unused files are counted by suffix in `ignored`."""
-    unlisted = None if table else ""
+    up to the last dot. Unused files are counted by suffix in `ignored`, and `unreadable` gets the reasons of others.
+    Raises UserError after the last image if a sample's files were apart, which only tars do."""
+    unlisted = (None if table else "", "", "")
+    shards = []  # hashes of keys, per stream
+    orphans = array("q")  # hashes of keys without an image
+    is_apart = False
     for stream in streams:
-        members = stream((*BESIDE, ".json", *suffixes))
-        for _, group in itertools.groupby(members, lambda member: key_of(member[0])):
+        keys = array("q")
+        num_beside = 0
+        members = stream((*BESIDE, *suffixes))
+        for key, group in itertools.groupby(members, lambda member: key_of(member[0])):
             group = dict(group)
             images = [name for name in group if is_image(name)]
+            if any(name.lower().endswith(tuple(BESIDE)) for name in group):
+                num_beside += 1
+                if not images:
+                    orphans.append(hash(key))
+            if images:
+                keys.append(hash(key))
             rows = {splitext(name)[0]: {} for name in images}
-            if len(rows) > 1:
-                ignored["keys of several images, such as x.jpg and x.seg.png"] += 1
-            for name in sorted(group.keys() - images):
+            others = sorted(group.keys() - images, key=lambda name: (splitext(name)[1].lower() != ".json", name))
+            for name in others:  # .cls and .txt overrule .json
                 stem, suffix = splitext(name)
-                base = basename(name)
+                row = {}
                 if len(rows) == 1:
                     (stem,) = rows
-                found = {}
-                if stem in rows and suffix == ".json":
-                    with reading(name):
-                        found = json.loads(text_of(group[name], name))
-                if stem in rows and suffix in BESIDE:
-                    rows[stem][BESIDE[suffix]] = text_of(group[name], name)
-                elif isinstance(found, dict) and any(class_and_caption(found, options)):
-                    rows[stem] = found | rows[stem]
-                elif base not in TABLES:
-                    ignored[suffix or base] += 1
+                try:
+                    if stem in rows and suffix.lower() in BESIDE:
+                        row = read_beside(name, group[name], options)
+                except UserError as error:
+                    unreadable.add(f"{name!r}: {error}")
+                    continue
+                if row:
+                    rows[stem] |= row
+                elif not table or basename(name).lower() not in TABLES:
+                    ignored[suffix or basename(name)] += 1
             for name in images:
-                label_beside, caption_beside = class_and_caption(rows[splitext(name)[0]], options)
-                label, caption = table.get(name, (unlisted, ""))
+                stem = splitext(name)[0]
+                label_beside, caption_beside = class_and_caption(rows[stem], options, set())
+                label, caption, split = table.get(name) or table.get(stem, unlisted)
                 if options.labels == "auto" and label_beside:
                     label = label or label_beside
-                yield name, group[name], label, caption or caption_beside
+                yield name, group[name], (label, caption or caption_beside, split)
+        shards.append(np.unique(keys))
+        if num_beside and len(shards[-1]) < len(keys):
+            is_apart = True
+    if is_apart or np.isin(orphans, np.concatenate(shards)).any():
+        raise UserError(
+            "the files of a sample, such as an image and its .txt, are apart in a tar or in two; "
+            "pack them together, by: tar --sort=name -cf"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,9 +223,9 @@ def samples(streams: list, table: dict, options, ignored: Counter, suffixes: tup
 
 @dataclass
 class Place:
-    """Images of one folder and one class."""
+    """Images of one folder, class and split of a table."""
 
-    folder: str
+    path: tuple[str, ...]  # the table's split or "", then folders; after find_splits those that may be classes
     label: str | None  # "" = not given, None = missing in the table
     example: str  # name of one image
     count: int = 0
@@ -174,61 +233,93 @@ class Place:
     number: int = 0  # of its class
 
 
-def val_mask(num: int, val_fraction: float, seed: int) -> np.ndarray:
-    """(num,) bool: which images are held out; at least one unless val_fraction is 0."""
+def val_mask(classes: Sequence[int], val_fraction: float, seed: int) -> np.ndarray:
+    """(N,) bool: which images, of these classes, are held out; at least one unless val_fraction is 0 or each is the
+    last training image of its class."""
+    num = len(classes)
     mask = np.zeros(num, bool)
     if val_fraction > 0 and num > 1:
-        count = min(max(round(num * val_fraction), 1), num - 1)
-        mask[np.random.default_rng([seed, num]).permutation(num)[:count]] = True
+        order = np.random.default_rng([seed, num]).permutation(num)
+        mask[order[: max(round(num * val_fraction), 1)]] = True
+        _, last = np.unique(np.take(classes, order)[::-1], return_index=True)
+        mask[order[::-1][last]] = False  # so that each class has a training image
     return mask
 
 
-def split_folders(places: list[Place]) -> list[Place]:
-    """Find the split of each place, and cut its folder to the first below the split's -> the places in a split.
+def split_of(name: str) -> str:
+    """The split that a folder or a table's cell names, as Training, val2017 and seg_test do; "" = none."""
+    match = SPLIT.fullmatch(name.strip())
+    return match[1].lower() if match else ""
 
-    A train/ folder with val/ or test/ beside it is a split. One folder around all others, common in archives, is
-    ignored.
-    """
-    paths = [[*place.folder.split("/"), ""] for place in places]
-    below = {path[1].lower() for path in paths}
-    if len({path[0] for path in paths}) == 1 and ("" not in below or "train" in below):
-        paths = [path[1:] for path in paths]
-    tops = [path[0].lower() for path in paths]
-    val = next((folder for folder in VAL_FOLDERS if folder in tops), None)
-    if val and "train" in tops:
-        paths = [path[1:] for path in paths]
-        for place, top in zip(places, tops):
-            place.split = {"train": "train", val: "val"}.get(top)
-    num_beside = sum(place.count for place in places if place.split is None)
-    if num_beside:
-        print0(f"left out {num_beside:,} images beside train/ and {val}/")
-    for place, path in zip(places, paths):
-        place.folder = "".join(path[:1])
-    return [place for place in places if place.split is not None]
+
+def shortened(names: Iterable[str]) -> str:
+    return textwrap.shorten(", ".join(names), 200)
+
+
+def find_splits(places: list[Place]) -> None:
+    """Find the split of each place, at the first level of folders (or in the table) where train and others stand."""
+    levels = itertools.zip_longest(*(place.path for place in places), fillvalue="")
+    for names in levels:
+        splits = [*map(split_of, names)]
+        val = next((split for split in VAL_SPLITS if split in splits), None)
+        if val and "train" in splits:
+            for place, name, split in zip(places, names, splits):
+                place.split = {"train": "train", val: "val"}.get(split)
+                place.path = tuple(folder for folder in place.path if folder != name)  # seg_train/seg_train/a
+            break
+
+
+def folder_classes(places: list[Place], labels: str) -> None:
+    """Set the label of places to a folder, of the level that `labels` names. A level does not count if its name is the
+    same for all training images, unless there is no other."""
+    paths = [place.path for place in places if place.split != "val"]
+    columns = [*itertools.zip_longest(*paths, fillvalue="")]
+    kept = [k for k, names in enumerate(columns) if len({*names}) > 1] or [len(columns) - 1]
+    levels = "; ".join(f"folder:{i} = {shortened(sorted({*columns[k]}))}" for i, k in enumerate(kept[:3], 1))
+    level = int(labels.partition(":")[2] or 1)
+    pairs = set()  # an outer and an inner folder
+    for place in places:
+        path = [name for k, name in enumerate(place.path) if k in kept]
+        place.label = "".join(path[level - 1 : level])
+        if place.split != "val":
+            pairs.add(tuple(path[:2]))
+    if labels == "folder":
+        is_pair = len(pairs) > 1 and any(map(PAIR.fullmatch, columns[kept[0]]))
+        if is_pair or len({pair[-1:] for pair in pairs}) < len(pairs):
+            raise UserError(f"which folders are the classes? --labels=none or {levels}; --pairs takes masks")
+        if kept[1:]:
+            print0(f"folders lie in folders: --labels={levels}; 1 is taken")
 
 
 def classify(places: list[Place], labels: str, row: str | None = None) -> list[str]:
     """Find the split and class of places -> class_names. `row`: a file that the table names; None without a table.
 
-    labels     an image's class
-    "folder"   its first folder, below a split's
-    "none"     there are no classes
-    "file"     place.label
-    others     place.label if any is given or missing in the table; else "none" with a table, "folder" with folders
+    labels       an image's class
+    "folder"     see folder_classes
+    "folder:2"   its second folder, below a split's
+    "none"       there are no classes
+    "file"       place.label
+    others       place.label if any is given or missing in the table; else "none" with a table, "folder" with folders
+
+    Validation images of a class that has no training image are left out.
     """
-    places = split_folders(places)
-    given = {place.label for place in places}
-    if labels not in LABELS[1:] and given == {""}:
+    find_splits(places)
+    places = [place for place in places if place.split is not None]
+    if labels not in LABELS[1:] and all(place.label == "" for place in places):
         labels = "none"
         if row is not None:
             print0("unlabelled, as the table has no classes (--labels=folder takes the folders')")
-        elif any(place.folder for place in places):
+        elif any(any(place.path) for place in places):
             labels = "folder"
     if labels == "none":
         return []
-    if labels == "folder":
-        for place in places:
-            place.label = place.folder
+    if labels.startswith("folder"):
+        folder_classes(places, labels)
+    trained = {place.label for place in places if place.split != "val"}
+    for place in places:
+        if place.label not in trained:
+            place.split = None
+    places = [place for place in places if place.split is not None]
     absent = [place for place in places if place.label is None] or [place for place in places if not place.label]
     if absent:
         of_all = f"{sum(place.count for place in absent):,} of {sum(place.count for place in places):,} images"
@@ -243,3 +334,15 @@ def classify(places: list[Place], labels: str, row: str | None = None) -> list[s
     for place in places:
         place.number = class_names.index(place.label)
     return class_names
+
+
+def print_places(places: list[Place]) -> None:
+    """What was understood: per split the number of images of each class or folder, rarest first."""
+    for split, title in SPLIT_TITLES.items():
+        counts = Counter()
+        for place in places:
+            if place.split == split:
+                counts[place.label or dirname(place.example)] += place.count
+        if counts:
+            names = [f"{name or '.'} {count:,}" for name, count in reversed(counts.most_common())]
+            print0(f"  {title} {counts.total():,} images: {shortened(names)}")

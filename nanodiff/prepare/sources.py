@@ -30,7 +30,7 @@ from nanodiff.prepare.containers import (
     read_tar,
 )
 from nanodiff.prepare.decode import Item, aspect_ratio, decode_second, import_pillow
-from nanodiff.prepare.labels import Place, classify, find_table, samples, val_mask
+from nanodiff.prepare.labels import Place, classify, find_table, print_places, samples, val_mask
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
@@ -44,6 +44,7 @@ class Options(SimpleNamespace):
 
     resolution = 0
     labels = "auto"
+    file_column = ""  # column of tables; "" = the usual
     label_column = ""  # column of tables and of .json beside images; "" = the usual
     caption_column = ""
     captions = ""  # file to write them to
@@ -67,6 +68,7 @@ class Source:
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the set, one or buckets; [] = the images'
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
     meta: dict = field(default_factory=dict)  # for meta.json, about second images and arrays beyond 8 bits
+    unreadable: list[str] = field(default_factory=list)  # files beside images, with reasons
     num_clipped: int = 0  # values beyond the range; grows with the items
 
 
@@ -101,7 +103,7 @@ def open_source(source: str, path: str, options: Options) -> Source:
     if source in CONTAINERS:
         found = read_images(file, source, options)
     else:
-        for setting in ("aspect_buckets", "labels", "label_column", "caption_column", "captions"):
+        for setting in ("aspect_buckets", "labels", "file_column", "label_column", "caption_column", "captions"):
             value = getattr(options, setting)
             if value not in (0, "", "auto", "none"):
                 raise UserError(
@@ -141,21 +143,22 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     facts_of = table or {}
     unknown = set(facts_of)
     ignored = Counter()
-    read = functools.partial(samples, streams, facts_of, options, ignored)
+    unreadable = set()
+    read = functools.partial(samples, streams, facts_of, options, ignored, unreadable)
     places = {}
     place_of = []  # of each image
     num_captions = 0
     ratios = array("d")
     wanted = SUFFIXES if options.aspect_buckets else ()  # files whose content is read
-    for name, payload, label, caption in read(wanted):
+    for name, payload, (label, caption, split) in read(wanted):
         if options.labels == "file":
             start, underscore, _ = basename(name).partition("_")
             label = start if underscore else ""
-        key = dirname(name), label
+        key = (split, *dirname(name).split("/")), label
         place = places.setdefault(key, Place(*key, name))
         place.count += 1
         place_of.append(place)
-        unknown.discard(name)
+        unknown -= {name, splitext(name)[0]}
         num_captions += bool(caption)
         if options.aspect_buckets:
             ratios.append(aspect_ratio(payload))
@@ -163,6 +166,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
     places = list(places.values())
     needs = {
+        "file_column": table,
         "label_column": any(place.label for place in places),
         "caption_column": num_captions,
         "captions": num_captions,
@@ -178,7 +182,9 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if num_captions:
         print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
     class_names = classify(places, options.labels, table and min(unknown or table))
-    held_out = val_mask(len(place_of), options.val_fraction, options.seed)
+    print_places(places)
+    has_val = any(place.split == "val" for place in places)
+    held_out = val_mask([place.number for place in place_of], options.val_fraction, options.seed)
     sizes = []
     if options.aspect_buckets:
         ratios = [x for x, place in zip(ratios, place_of) if x > 0 and place.split is not None]  # NaN: unreadable
@@ -186,9 +192,9 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         sizes = choose_sizes(np.array(ratios), options.resolution, unit)
 
     def items(suffixes=()):
-        for (name, payload, _, caption), place, is_held_out in zip(read(suffixes), place_of, held_out):
+        for (name, payload, (_, caption, _)), place, is_held_out in zip(read(suffixes), place_of, held_out):
             if place.split is not None:
-                is_val = place.split == "val" if place.split else is_held_out
+                is_val = place.split == "val" if has_val else is_held_out
                 yield Item(name, payload, place.number, is_val, caption=caption)
 
     if options.captions:
@@ -204,22 +210,23 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
                     file.write(f"{item.name}\t{item.caption}\n".encode(errors="replace"))
                 check_different(names, "captions")
     num_images = sum(place.count for place in places if place.split is not None)
-    return Source(num_images, class_names, items(SUFFIXES), items, files, sizes)
+    return Source(num_images, class_names, items(SUFFIXES), items, files, sizes, unreadable=sorted(unreadable))
 
 
 def array_source(blocks: Iterable, num_images: int, class_names: list[str], options: Options) -> Source:
     """A Source of blocks: (split, images (n, H, W) or (n, H, W, C), classes (n,) or None). A share of split "" is held
     out. Classes are places in `class_names` or, if these are numbers, such numbers."""
-    held_out = val_mask(num_images, options.val_fraction, options.seed)
     numbers = {name: number for number, name in enumerate(class_names)}
 
     def items():
         places = itertools.count()
         for split, images, labels in blocks:
             if labels is None:
-                labels = itertools.repeat(0)
-            for image, label, i in zip(images, labels, places):
-                is_val = split == "val" if split else held_out[i]
+                labels = np.zeros(num_images, int)
+            held_out = itertools.repeat(split == "val")
+            if not split:
+                held_out = val_mask(labels, options.val_fraction, options.seed)
+            for image, label, is_val, i in zip(images, labels, held_out, places):
                 yield Item(f"image {i}", np.atleast_3d(image), numbers.get(str(label), int(label)), is_val)
 
     return Source(num_images, class_names, items())

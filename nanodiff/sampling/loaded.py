@@ -1,5 +1,6 @@
 """A loaded model's samples: by default with the run's own settings; for scripts/sample.py, pages and Python."""
 
+import csv
 import tempfile
 from numbers import Real
 from pathlib import Path
@@ -26,14 +27,14 @@ def parse_classes(classes, class_names: list[str]) -> list[int] | None:
     if classes is None:
         classes = ()
     if isinstance(classes, str):
-        texts = classes.split(",") if classes else ()
+        texts = next(csv.reader([classes], skipinitialspace=True), ())
         classes = [int(text[:4000]) if text.isdecimal() and text not in known else text for text in texts]
     chosen = []
     for given in np.array(classes, object).ravel():
         if isinstance(given, bool) or not isinstance(given, str | Real) or given not in known:
             names = ", ".join(class_names)[:200]
             has = f"{len(class_names)} classes; accepted: {names}, or numbers from 0" if names else "no classes"
-            raise UserError(f"classes: {str(given)!r} is unknown; this model has {has}")
+            raise UserError(f"classes: {str(given)!r} is unknown; there are {has}")
         chosen.append(known[given])
     return chosen or None
 
