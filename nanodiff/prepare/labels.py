@@ -259,14 +259,18 @@ def shortened(names: Iterable[str]) -> str:
 def find_splits(places: list[Place]) -> None:
     """Find the split of each place, at the first level of folders (or in the table) where train and others stand."""
     levels = itertools.zip_longest(*(place.path for place in places), fillvalue="")
+    shared = set()  # folders around all images
     for names in levels:
         splits = [*map(split_of, names)]
         val = next((split for split in VAL_SPLITS if split in splits), None)
         if val and "train" in splits:
             for place, name, split in zip(places, names, splits):
                 place.split = {"train": "train", val: "val"}.get(split)
-                place.path = tuple(folder for folder in place.path if folder != name)  # seg_train/seg_train/a
+                outside = {name, *shared}  # name: as seg_train/seg_train/a
+                place.path = tuple(folder for folder in place.path if folder not in outside)
             break
+        if len({*names}) == 1:
+            shared.update(names)
 
 
 def folder_classes(places: list[Place], labels: str) -> None:
