@@ -57,6 +57,7 @@ LAYOUTS = {  # files, and what they are
     ),
     "Tiny-ImageNet": (spread("t/train/cat/images", "t/train/dog/images", "t/val/images", "t/test/images"), ALONE),
     "ImageNet": (spread(*(f"ILSVRC/Data/CLS-LOC/{s}" for s in ("train/cat", "train/dog", "val", "test"))), ALONE),
+    "YOLO": (spread("train/images", "valid/images"), {("", False): 3, ("", True): 3}),
     "COCO": (spread("coco/train2017", "coco/val2017"), {("", False): 3, ("", True): 3}),
     "cats and dogs": (
         spread(*(f"{s}_set/{s}_set/{c}" for s in ("training", "test") for c in ("cat", "dog"))),
@@ -80,17 +81,17 @@ LAYOUTS = {  # files, and what they are
 ASKED = {  # files, and what the line names
     "patients": (
         spread("p0/benign", "p0/malignant", "p1/benign"),
-        "--labels=none or folder:1 = p0, p1; folder:2 = benign, malignant;",
+        r"--labels=folder:1 \(p0, p1\), --labels=folder:2 \(benign, malignant\), --labels=none",
     ),
     "sites in splits": (
         spread(*(f"{s}/{p}/ill" for s in ("train", "val") for p in "ab"), "train/a/well"),
-        "folder:2 =",
+        r"folder:2 \(ill, well\)",
     ),
-    "a folder packed into itself": (spread("x/cat", "x/dog", "x/x/cat", "x/x/dog"), "folder:2 = , cat, dog"),
-    "images and masks": (spread("data/images", "data/masks"), "folder:1 = images, masks; --pairs"),
+    "a folder packed into itself": (spread("x/cat", "x/dog", "x/x/cat", "x/x/dog"), r"folder:2 \(, cat, dog\)"),
+    "images and masks": (spread("data/images", "data/masks"), r"folder:1 \(images, masks\), .*--pairs"),
     "images of classes and masks": (
         spread("images/cat", "images/dog", "masks/cat", "masks/dog"),
-        "--pairs takes masks",
+        "second images go to --pairs",
     ),
     "a loose image": ([*spread("set/cat", "set/dog"), "set/0.jpg"], "no class for 1 of 7 images, such as 'set/0.jpg'"),
 }
@@ -125,14 +126,16 @@ def test_each_level_of_folders_can_be_taken(tmp_path, capsys):
     refused("accepted: auto, folder, .*folder:2", read, path, labels="folder:9")
     animals = pack(tmp_path / "b", spread("pet/cat", "farm/cow"), "folder")
     assert read(animals).keys() == {("farm", False), ("pet", False)}
-    assert "folder:1 = farm, pet; folder:2 = cat, cow; 1 is taken" in capsys.readouterr().out
+    assert (
+        "taken as the classes: --labels=folder:1 (farm, pet), --labels=folder:2 (cat, cow)" in capsys.readouterr().out
+    )
 
 
 def test_what_is_left_out_is_named(tmp_path, capsys):
     path = pack(tmp_path, spread("train/a", "train/b", "val/a", "val/fox", "test/a"), "folder")
     assert read(path) == {("a", False): 3, ("a", True): 3, ("b", False): 3}
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == ["  train 6 images: b 3, a 3", "  val 3 images: a 3"]
+    assert lines[1:3] == ["  train 6 images: a 3, b 3", "  val 3 images: a 3"]
     assert lines[3].startswith("  left out") and "fox 3" in lines[3] and "test/a 3" in lines[3]
 
 

@@ -25,7 +25,7 @@ FILE_COLUMNS = ("file_name", "file", "filename", "image", "path", "image_id", "i
 LABEL_COLUMNS = ("label", "class")
 CAPTION_COLUMNS = ("text", "caption", "prompt")
 VAL_SPLITS = ("val", "test", "dev", "eval")  # beside train; the first that exists is held out
-SPLIT_TITLES = {"train": "train", "val": "val", "": "all", None: "left out (no training image has their class):"}
+SPLIT_TITLES = {"train": "train", "val": "val", "": "all", None: "left out, no split or no training image of a class:"}
 SPLIT = re.compile(
     r"(?:seg_)?(train|val|test|dev|eval)(?:ing|id|idation|uation)?(?:[_-]?(?:set|images|data))?[_-]?\d*",
     re.IGNORECASE,
@@ -100,14 +100,14 @@ def read_table(table: dict, payload: str | bytes, where: str, options, folder: s
                 rows = [{"file": file, "label": label} for file, label in rows["labels"] or []]
             elif isinstance(rows, dict):
                 rows = [{"file": file, **row} for file, row in rows.items()]
-        splits = set()
         for number, row in enumerate(rows, 1):
             values = list(row.values())
             if not any(values):
                 continue
             file = pick(row, options.file_column, FILE_COLUMNS, used)
-            split = split_of(pick(row, "", ("split",), used))
-            splits.add(split)
+            split = split_of(str(row.get("split")))
+            if split:
+                used.add("split")
             facts = (*class_and_caption(row, options, used), split)
             if row.get(None) or not file:  # None: more cells than columns
                 found = ",".join(str(value) for value in values if value is not None)
@@ -119,12 +119,10 @@ def read_table(table: dict, payload: str | bytes, where: str, options, folder: s
             if before != facts:
                 raise UserError(f"{where}, line {number}: {file!r} has {facts} here and {before} before")
     columns = set(itertools.chain(*rows)) - {None}
-    if columns.issuperset(LABEL_COLUMNS) and not options.label_column:
+    if columns.issuperset(LABEL_COLUMNS) and "label" in used and not options.label_column:
         raise UserError(f"{where} has the columns {' and '.join(LABEL_COLUMNS)}; --label_column takes one")
-    if splits <= {""}:
-        used.discard("split")
-    if columns > used:
-        print0(f"{where}: columns read: {shortened(sorted(used))}; not used: {shortened(sorted(columns - used))}")
+    if unused := columns - used:
+        print0(f"{where}: columns read: {shortened(sorted(used))}; not used: {shortened(sorted(unused))}")
 
 
 def find_table(streams: list, options):
@@ -172,17 +170,15 @@ def samples(streams: list, table: dict, options, ignored: Counter, unreadable: s
     is_apart = False
     for stream in streams:
         keys = array("q")
-        num_beside = 0
+        has_beside = False
         members = stream((*BESIDE, *suffixes))
         for key, group in itertools.groupby(members, lambda member: key_of(member[0])):
             group = dict(group)
             images = [name for name in group if is_image(name)]
-            if any(name.lower().endswith(tuple(BESIDE)) for name in group):
-                num_beside += 1
-                if not images:
-                    orphans.append(hash(key))
             if images:
                 keys.append(hash(key))
+            elif any(name.lower().endswith(tuple(BESIDE)) for name in group):
+                orphans.append(hash(key))
             rows = {splitext(name)[0]: {} for name in images}
             others = sorted(group.keys() - images, key=lambda name: (splitext(name)[1].lower() != ".json", name))
             for name in others:  # .cls and .txt overrule .json
@@ -198,6 +194,7 @@ def samples(streams: list, table: dict, options, ignored: Counter, unreadable: s
                     continue
                 if row:
                     rows[stem] |= row
+                    has_beside = True
                 elif not table or basename(name).lower() not in TABLES:
                     ignored[suffix or basename(name)] += 1
             for name in images:
@@ -208,9 +205,9 @@ def samples(streams: list, table: dict, options, ignored: Counter, unreadable: s
                     label = label or label_beside
                 yield name, group[name], (label, caption or caption_beside, split)
         shards.append(np.unique(keys))
-        if num_beside and len(shards[-1]) < len(keys):
-            is_apart = True
-    if is_apart or np.isin(orphans, np.concatenate(shards)).any():
+        is_apart |= has_beside and len(shards[-1]) < len(keys)
+    is_apart |= np.isin(orphans, np.concatenate(shards)).any()
+    if is_apart and (options.labels == "auto" or options.captions):
         raise UserError(
             "the files of a sample, such as an image and its .txt, are apart in a tar or in two; "
             "pack them together, by: tar --sort=name -cf"
@@ -238,7 +235,7 @@ def val_mask(classes: Sequence[int], val_fraction: float, seed: int) -> np.ndarr
     last training image of its class."""
     num = len(classes)
     mask = np.zeros(num, bool)
-    if val_fraction > 0 and num > 1:
+    if val_fraction > 0:
         order = np.random.default_rng([seed, num]).permutation(num)
         mask[order[: max(round(num * val_fraction), 1)]] = True
         _, last = np.unique(np.take(classes, order)[::-1], return_index=True)
@@ -279,7 +276,7 @@ def folder_classes(places: list[Place], labels: str) -> None:
     paths = [place.path for place in places if place.split != "val"]
     columns = [*itertools.zip_longest(*paths, fillvalue="")]
     kept = [k for k, names in enumerate(columns) if len({*names}) > 1] or [len(columns) - 1]
-    levels = "; ".join(f"folder:{i} = {shortened(sorted({*columns[k]}))}" for i, k in enumerate(kept[:3], 1))
+    levels = ", ".join(f"--labels=folder:{i} ({shortened(sorted({*columns[k]}))})" for i, k in enumerate(kept[:3], 1))
     level = int(labels.partition(":")[2] or 1)
     pairs = set()  # an outer and an inner folder
     for place in places:
@@ -290,9 +287,9 @@ def folder_classes(places: list[Place], labels: str) -> None:
     if labels == "folder":
         is_pair = len(pairs) > 1 and any(map(PAIR.fullmatch, columns[kept[0]]))
         if is_pair or len({pair[-1:] for pair in pairs}) < len(pairs):
-            raise UserError(f"which folders are the classes? --labels=none or {levels}; --pairs takes masks")
+            raise UserError(f"which folders are the classes? {levels}, --labels=none; second images go to --pairs")
         if kept[1:]:
-            print0(f"folders lie in folders: --labels={levels}; 1 is taken")
+            print0(f"the first level of folders is taken as the classes: {levels}")
 
 
 def classify(places: list[Place], labels: str, row: str | None = None) -> list[str]:
@@ -313,7 +310,7 @@ def classify(places: list[Place], labels: str, row: str | None = None) -> list[s
         labels = "none"
         if row is not None:
             print0("unlabelled, as the table has no classes (--labels=folder takes the folders')")
-        elif any(any(place.path) for place in places):
+        elif any(name and not PAIR.fullmatch(name) for place in places for name in place.path):
             labels = "folder"
     if labels == "none":
         return []
@@ -348,5 +345,5 @@ def print_places(places: list[Place]) -> None:
             if place.split == split:
                 counts[place.label or dirname(place.example)] += place.count
         if counts:
-            names = [f"{name or '.'} {count:,}" for name, count in reversed(counts.most_common())]
+            names = [f"{name or '.'} {counts[name]:,}" for name in sorted(counts, key=counts.get)]
             print0(f"  {title} {counts.total():,} images: {shortened(names)}")
