@@ -97,7 +97,7 @@ def test_unreadable_files_are_skipped_and_named(tmp_path):
         assert reasons.keys() == {*files, "float.tif"}
         assert "PNG" in reasons["text.jpg"] and "unknown" in reasons["float.tif"]
         assert reasons["eps.jpg"] == reasons["text.jpg"]
-        assert "  all 13 images: dog 4, cat 9\n" in out and "enlarged 8 images" in out and "skipped 5 unreadable" in out
+        assert "  all 13 images: cat 9, dog 4\n" in out and "enlarged 8 images" in out and "skipped 5 unreadable" in out
 
 
 def test_values_that_fill_little_of_their_range_are_named(tmp_path):
@@ -116,7 +116,7 @@ FLAT = ["cat_2.png", "dog_1.png", "dog_3_x.png"]
 @pytest.mark.parametrize(
     "names, labels, class_names, numbers, splits",
     [
-        (SPLITS, "auto", ["a", "b"], [0, 1, 0], ["train", "train", "val", None]),  # val/ goes before test/
+        (SPLITS, "folder:1", ["a", "b"], [0, 1, 0], ["train", "train", "val", None]),  # val/ goes before test/
         (["set/train/a/1.png", "set/test/a/2.png"], "auto", ["a"], [0, 0], ["train", "val"]),
         (["set/train/a/1.png", "set/test/a/2.png", "set/3.png"], "auto", ["a"], [0, 0], ["train", "val", None]),
         (["set/10/1.png", "set/9/2.png"], "auto", ["9", "10"], [1, 0], ["", ""]),  # numbers in their order

@@ -122,7 +122,7 @@ def read_table(table: dict, payload: str | bytes, where: str, options, folder: s
     if columns.issuperset(LABEL_COLUMNS) and "label" in used and not options.label_column:
         raise UserError(f"{where} has the columns {' and '.join(LABEL_COLUMNS)}; --label_column takes one")
     if unused := columns - used:
-        print0(f"{where}: columns read: {shortened(sorted(used))}; not used: {shortened(sorted(unused))}")
+        print0(f"{where}: columns read: {listed(used)}; not used: {listed(unused)}")
 
 
 def find_table(streams: list, options):
@@ -249,8 +249,8 @@ def split_of(name: str) -> str:
     return match[1].lower() if match else ""
 
 
-def shortened(names: Iterable[str]) -> str:
-    return textwrap.shorten(", ".join(names), 200)
+def listed(names: Iterable[str]) -> str:
+    return textwrap.shorten(", ".join(sorted({*names})), 200)
 
 
 def find_splits(places: list[Place]) -> None:
@@ -272,24 +272,19 @@ def find_splits(places: list[Place]) -> None:
 
 def folder_classes(places: list[Place], labels: str) -> None:
     """Set the label of places to a folder, of the level that `labels` names. A level does not count if its name is the
-    same for all training images, unless there is no other."""
+    same for all training images, unless there is no other. Raises UserError if `labels` names none of several."""
     paths = [place.path for place in places if place.split != "val"]
     columns = [*itertools.zip_longest(*paths, fillvalue="")]
     kept = [k for k, names in enumerate(columns) if len({*names}) > 1] or [len(columns) - 1]
-    levels = ", ".join(f"--labels=folder:{i} ({shortened(sorted({*columns[k]}))})" for i, k in enumerate(kept[:3], 1))
+    outer = {*columns[kept[0]]}
+    is_pair = len(outer) > 1 and any(map(PAIR.fullmatch, outer))
+    if labels == "folder" and (is_pair or len(kept) > 1):
+        levels = [f"--labels=folder:{i} ({listed(columns[k])})" for i, k in enumerate(kept[:3], 1)]
+        raise UserError(f"which folders are the classes? {', '.join(levels)}, --labels=none; --pairs has second images")
     level = int(labels.partition(":")[2] or 1)
-    pairs = set()  # an outer and an inner folder
     for place in places:
         path = [name for k, name in enumerate(place.path) if k in kept]
         place.label = "".join(path[level - 1 : level])
-        if place.split != "val":
-            pairs.add(tuple(path[:2]))
-    if labels == "folder":
-        is_pair = len(pairs) > 1 and any(map(PAIR.fullmatch, columns[kept[0]]))
-        if is_pair or len({pair[-1:] for pair in pairs}) < len(pairs):
-            raise UserError(f"which folders are the classes? {levels}, --labels=none; second images go to --pairs")
-        if kept[1:]:
-            print0(f"the first level of folders is taken as the classes: {levels}")
 
 
 def classify(places: list[Place], labels: str, row: str | None = None) -> list[str]:
@@ -310,7 +305,7 @@ def classify(places: list[Place], labels: str, row: str | None = None) -> list[s
         labels = "none"
         if row is not None:
             print0("unlabelled, as the table has no classes (--labels=folder takes the folders')")
-        elif any(name and not PAIR.fullmatch(name) for place in places for name in place.path):
+        elif {name for place in places for name in place.path} - {"", "images"}:  # YOLO's train/images is no class
             labels = "folder"
     if labels == "none":
         return []
@@ -338,12 +333,12 @@ def classify(places: list[Place], labels: str, row: str | None = None) -> list[s
 
 
 def print_places(places: list[Place]) -> None:
-    """What was understood: per split the number of images of each class or folder, rarest first."""
+    """What was understood: per split the number of images of each class or folder."""
     for split, title in SPLIT_TITLES.items():
         counts = Counter()
         for place in places:
             if place.split == split:
                 counts[place.label or dirname(place.example)] += place.count
         if counts:
-            names = [f"{name or '.'} {counts[name]:,}" for name in sorted(counts, key=counts.get)]
-            print0(f"  {title} {counts.total():,} images: {shortened(names)}")
+            names = [f"{name or '.'} {count:,}" for name, count in counts.items()]
+            print0(f"  {title} {counts.total():,} images: {listed(names)}")
