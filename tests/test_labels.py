@@ -181,6 +181,11 @@ def test_files_of_a_sample_that_are_apart_are_refused(tmp_path, tars):
     refused("tar --sort=name", read, shards(tmp_path, *tars), "tar")
 
 
+def test_files_apart_that_nobody_asked_for_are_ignored(tmp_path):
+    path = shards(tmp_path, [f"a/{name}" for name in JPG + TXT])
+    assert read(path, "tar", labels="folder", val_fraction=0) == {("a", False): 6}
+
+
 @pytest.mark.parametrize(
     "tars",
     [
