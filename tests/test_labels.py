@@ -273,6 +273,9 @@ def test_a_split_column_is_obeyed(tmp_path, capsys):
     write(path / "a" / "metadata.csv", "file,label,class\n0.jpg,x,y\n")
     refused("columns label and class; --label_column takes one", read, path)
     refused("file_column='f': .* has none", read, pack(tmp_path / "b", ["0.jpg"], "folder"), file_column="f")
+    path = pack(tmp_path / "c", spread("cat"), "folder")
+    write(path / "metadata.csv", "id,split\ncat/0,train\ncat/1,train\ncat/2,val\n")
+    assert read(path, labels="folder") == {("cat", False): 2, ("cat", True): 1}
 
 
 def test_classes_are_chosen_by_quoted_names_and_numbers(tmp_path):

@@ -136,13 +136,17 @@ def find_table(streams: list, options):
         read_table(table, str(file), str(file), options)
         return table
     table = None
-    if options.labels != "auto" and not options.captions:  # one that nobody needs may be of another kind
-        return table
     for stream in streams:
         for name, payload in stream(TABLES):
             if basename(name).lower() in TABLES:
                 table = table or {}
-                read_table(table, payload, name, options, dirname(name))
+                try:
+                    read_table(table, payload, name, options, dirname(name))
+                except UserError as error:
+                    if options.labels == "auto" or options.captions:
+                        raise
+                    print0(f"not used: {error}")
+                    table = None
     return table
 
 

@@ -165,6 +165,12 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if not places:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
     places = list(places.values())
+    if unknown:
+        print0(f"{len(unknown):,} rows of the table have no file in {path}, such as {min(unknown)!r}")
+    if ignored:
+        print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in ignored.most_common(20)))
+    if num_captions:
+        print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
     needs = {
         "file_column": table,
         "label_column": any(place.label for place in places),
@@ -175,12 +181,6 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         value = getattr(options, setting)
         if value and not found:
             raise UserError(f"{setting}={value!r}: {path} has none in a table or beside an image")
-    if unknown:
-        print0(f"{len(unknown):,} rows of the table have no file in {path}, such as {min(unknown)!r}")
-    if ignored:
-        print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in ignored.most_common(20)))
-    if num_captions:
-        print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
     class_names = classify(places, options.labels, table and min(unknown or table))
     print_places(places)
     has_val = any(place.split == "val" for place in places)
