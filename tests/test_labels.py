@@ -228,6 +228,7 @@ def test_bad_captions_are_counted_and_named(tmp_path, name):
     write(tmp_path / "in" / "dog" / name, BAD_SIDES[name])
     out = report(tmp_path / "in", labels="folder", captions=tmp_path / "out.tsv")
     assert "captions: 1 of 8 images have one" in out and "skipped 1 unreadable files" in out
+    assert f"ignored: 1 unreadable {name[1:]}" in out
     assert f"'dog/{name}': " in (open_dataset("toy").path / "skipped.txt").read_text()
 
 

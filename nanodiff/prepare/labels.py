@@ -195,6 +195,7 @@ def samples(streams: list, table: dict, options, ignored: Counter, unreadable: s
                         row = read_beside(name, group[name], options)
                 except UserError as error:
                     unreadable.add(f"{name!r}: {error}")
+                    ignored[f"unreadable {suffix}"] += 1
                     continue
                 if row:
                     rows[stem] |= row
