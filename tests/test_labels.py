@@ -96,6 +96,7 @@ ASKED = {  # files, and what the line names
         spread("images/cat", "images/dog", "masks/cat", "masks/dog"),
         "--pairs has second images",
     ),
+    "MVTec": (spread("bottle/train/good", "cable/train/x", "cable/test/x", "bottle/test/bad"), "folder:2"),
     "a loose image": ([*spread("set/cat", "set/dog"), "set/0.jpg"], "no class for 1 of 7 images, such as 'set/0.jpg'"),
 }
 
@@ -126,6 +127,8 @@ def test_each_level_of_folders_can_be_taken(tmp_path):
     assert read(path, labels="folder:1") == {("p0", False): 6, ("p1", False): 3}
     assert read(path, labels="folder:2") == {("benign", False): 6, ("ill", False): 3}
     refused("gives no class for 9 of 9", read, path, labels="folder:3")
+    flat = pack(tmp_path / "b", spread("coco/train2017", "coco/val2017"), "folder")
+    refused("gives no class for 6 of 6", read, flat, labels="folder")
     refused("accepted: auto, folder, .*folder:2", read, path, labels="folder:9")
 
 

@@ -279,7 +279,7 @@ def folder_classes(places: list[Place], labels: str) -> None:
     """Set the label of places to a folder, of the level that `labels` names. A level does not count if its name is the
     same for all training images, unless there is no other. Raises UserError if `labels` names none of several."""
     paths = [place.path for place in places if place.split != "val"]
-    columns = [*itertools.zip_longest(*paths, fillvalue="")]
+    columns = [*itertools.zip_longest(*paths, fillvalue="")] or [()]
     kept = [k for k, names in enumerate(columns) if len({*names}) > 1] or [len(columns) - 1]
     outer = {*columns[kept[0]]}
     is_pair = len(outer) > 1 and any(map(PAIR.fullmatch, outer))
