@@ -17,6 +17,7 @@ from nanodiff.data import shapes
 from nanodiff.formats.published import to_meta
 from nanodiff.metrics import classifier, features
 from nanodiff.models.dit import DiT, DiTConfig
+from nanodiff.web.report import EXPECTED_LOSS
 
 RUNS = ROOT / "runs"
 PAGES = [ROOT / "README.md", RUNS / "GUIDE.md"]
@@ -58,7 +59,7 @@ STAND_INS = {
 }  # fmt: skip
 NOT_RUN = {
     # measures for minutes, serves until it is stopped (both have tests of their own), downloads
-    "bench", "sample_web", "base_train --fid_every=5000",
+    "bench", "plan --data=mine --minutes=60", "sample_web", "base_train --fid_every=5000",
     "prepare_data --source=cifar10 --name=cifar10",
     # words in a text, to be completed by a path, a run or a set
     "prepare_data", "prepare_data --path=FOLDER", "prepare_data --vectors=FILE.npz", "prepare_data --pairs=MASKS",
@@ -146,3 +147,66 @@ def test_the_pages_run_from_top_to_bottom(place, run_script):
                 exec(block, {"encode": Words()})
             for script, args in commands(block or inline, short=bool(inline)):
                 run(script, *args, is_example=bool(inline))
+
+
+def figures_of(log):
+    """{seed: (minutes of training, fd_classifier)} of a record's log."""
+    parts = re.split(r"record\.sh \w+ (\d+)", log)
+    found = {}
+    for seed, text in zip(parts[1::2], parts[2::2]):
+        minutes = float(re.search(r"steps in ([\d.]+) minutes of training", text)[1])
+        found[int(seed)] = minutes, float(re.search(r"fd_classifier ([\d.]+)", text)[1])
+    return found
+
+
+def test_the_record_is_what_its_log_says():
+    """README's row and that of RECORDS: the mean and deviation of three seeds, and their shortest and longest time."""
+    runs = figures_of((RUNS / "records" / "cpu_9968c53.txt").read_text())
+    assert sorted(runs) == [1, 2, 3]
+    minutes, distances = np.array(list(runs.values())).T
+    score = f"{distances.mean():.2f} ± {distances.std(ddof=1):.2f}"
+    times = f"{minutes.min()} to {minutes.max()} minutes"
+    readme, records = ((page).read_text() for page in (ROOT / "README.md", RUNS / "RECORDS.md"))
+    (row,) = [line for line in readme.splitlines() if line.startswith("|") and "cpu_9968c53" in line]
+    assert score in row
+    assert times in row
+    (row,) = [line for line in records.splitlines() if line.startswith("|") and "cpu_9968c53" in line]
+    assert score in row
+    assert times in row
+
+
+def test_the_gpu_row_is_what_its_log_says():
+    log = (RUNS / "records" / "gpu_e0c6c21.txt").read_text()
+    minutes = re.search(r"steps in ([\d.]+) minutes of training", log)[1]
+    (row,) = [line for line in (ROOT / "README.md").read_text().splitlines() if "gpu_e0c6c21" in line]
+    assert f"{minutes} minutes" in row
+
+
+def test_entries_of_the_log_that_others_cite_are_there():
+    """Code says "runs/LOG.md, 7 and 27"; pages link to LOG.md#27."""
+    log = (RUNS / "LOG.md").read_text()
+    entries = {*re.findall(r'id="(\d+)"', log), "index"}
+    assert "## Index" in log
+    files = [*ROOT.glob("scripts/*.py"), *ROOT.glob("nanodiff/**/*.py"), *RUNS.glob("*.*"), ROOT / "README.md"]
+    for path in files:
+        if path.suffix not in (".py", ".md", ".sh"):
+            continue
+        for cited in re.findall(r"LOG\.md(?:#|, )(index|\d+(?:(?:, | to | and )\d+)*)", path.read_text()):
+            assert {*re.findall(r"index|\d+", cited)} <= entries, (path.name, cited)
+    for cited in re.findall(r"\(#(\d+)\)", log):
+        assert cited in entries
+    rows = [line for line in log.splitlines() if line.startswith("|")]
+    assert max(map(len, rows)) < 330  # one idea a row
+    assert len(log.split()) <= 6000
+
+
+def test_the_losses_to_expect_are_the_guides():
+    """report.html and GUIDE.md state the same figures."""
+    steps, *rows = [
+        [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in (RUNS / "GUIDE.md").read_text().splitlines()
+        if line.startswith(("| training loss on CIFAR-10", "| depth "))
+    ]
+    for row, losses in zip(rows, EXPECTED_LOSS.values()):
+        for step, loss in losses.items():
+            assert row[steps.index(f"{step:,}")] == f"{loss:.3f}"
