@@ -133,7 +133,7 @@ def full_float32(device: torch.device):
 
 
 def why_not_compiled(device: torch.device) -> str:
-    """Why torch.compile does not work here, or "" if it does."""
+    """Why torch.compile cannot work here, or ""; what else fails, models/checked.py finds."""
     if device.type == "mps":
         return "torch.compile supports little of MPS"
     if device.type == "cuda":
@@ -146,13 +146,6 @@ def why_not_compiled(device: torch.device) -> str:
         header = Path(sysconfig.get_path("include"), "Python.h")
         if not header.exists():
             return f"Triton needs Python's headers: no {header}; on Debian and Ubuntu, apt install python3-dev"
-    if device.type == "cpu":
-        from torch._inductor import config, cpp_builder, exc
-
-        try:
-            cpp_builder.get_cpp_compiler()
-        except exc.InvalidCxxCompiler:
-            return f"no C++ compiler found (looked for {', '.join(str(c) for c in config.cpp.cxx if c)})"
     return ""
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch._inductor import config
 
 from nanodiff.common import make_generator, print0
-from nanodiff.dist import over_ranks
+from nanodiff.dist import from_first_rank, gather_objects
 
 
 def results(out: Tensor, weights: list[Tensor]) -> list[Tensor]:
@@ -20,8 +20,9 @@ class Checked:
 
     Compilers err: on CPUs that GCC 12 does not know, its AVX512 code gives wrong or NaN gradients. So the first batch
     of each kind is computed twice more, compiled and eager. Outputs and gradients of its first and last image must
-    agree as far as the dtype allows. If not, a CPU's code is compiled again for AVX2, a tenth slower. If that fails
-    too, or on a GPU, the model runs uncompiled. Ranks decide together.
+    agree as far as the dtype allows. If not, a CPU's code is compiled again for AVX2, a tenth slower. If that is wrong
+    too, on a GPU, or if the compiler fails (no C++ compiler, no Python.h, no memory, a full disk), the model runs
+    uncompiled. Ranks decide together.
     """
 
     def __init__(self, raw, model):
@@ -42,20 +43,29 @@ class Checked:
         device = x_t.device.type
         # 32 units of the last place: bf16's are 1/128, TF32's 1/1024
         allowed = 0.25 if torch.is_autocast_enabled(device) else 0.03
-        off = self.difference(x_t, t, cond)
-        is_wrong = over_ranks(int(not off <= allowed), what="the check of compiled code")  # NaN is wrong, too
-        verdict = "wrong here" if is_wrong else "right"
-        print0(f"compiled code is {verdict}: {off:.2g} from eager outputs and gradients (allowed: {allowed})")
-        if not is_wrong:
-            return
-        if device == "cpu" and config.cpp.simdlen != 256:
-            print0("compiled again for AVX2")
-            config.cpp.simdlen = 256
-            torch.compiler.reset()
-            self.check(x_t, t, cond)
-        else:
-            print0("training goes on uncompiled")
-            torch.compiler.set_stance("force_eager")
+        off = 0.0
+        failure = ""
+        try:
+            off = self.difference(x_t, t, cond)
+        except Exception as error:
+            first, *lines = f"{type(error).__name__}: {error}".splitlines()
+            failure = [first, *(line for line in lines if "error:" in line)][-1]
+        reports = from_first_rank(gather_objects((off, failure)), "the check of compiled code")
+        reason = next((failure for _, failure in reports if failure), "")
+        if not reason:
+            is_right = all(off <= allowed for off, _ in reports)  # NaN is wrong, too
+            verdict = "right" if is_right else "wrong here"
+            print0(f"compiled code is {verdict}: {off:.2g} from eager outputs and gradients (allowed: {allowed})")
+            if is_right:
+                return
+            if device == "cpu" and config.cpp.simdlen != 256:
+                print0("compiled again for AVX2")
+                config.cpp.simdlen = 256
+                torch.compiler.reset()
+                return self.check(x_t, t, cond)
+            reason = "compiled code stays wrong"
+        print0(f"continuing uncompiled: {reason}")
+        torch.compiler.set_stance("force_eager")
 
     def difference(self, x_t, t, cond: dict) -> float:
         """The largest relative error, by norms, of the first and last image's outputs and of each weight's gradient.
@@ -77,11 +87,13 @@ class Checked:
         for p in zeros:
             p.data.normal_(std=0.1, generator=g)
         torch.clear_autocast_cache()  # copies of the weights
-        found = results(self.model(x_t, t, **cond)[ends], weights)
-        expected = eager()
-        for p in zeros:
-            p.data.zero_()
-        torch.clear_autocast_cache()
+        try:
+            found = results(self.model(x_t, t, **cond)[ends], weights)
+            expected = eager()
+        finally:
+            for p in zeros:
+                p.data.zero_()
+            torch.clear_autocast_cache()
         errors = torch.stack(torch._foreach_norm(torch._foreach_sub(found, expected)))
         norms = torch.stack(torch._foreach_norm(expected))
         return float((errors / norms.clamp_min(norms.mean() / 100)).max())
