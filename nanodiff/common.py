@@ -46,22 +46,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
     """The sys.excepthook of scripts/: one line and an exit code for errors that are not bugs; a traceback for bugs."""
     code = 1
+    line = f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         code = 130  # as shells say for SIGINT
         line = "stopped by Ctrl-C"
     elif isinstance(error, UserError):
         code = 2
-        line = f"error: {error}"
     elif isinstance(error, OSError) and (error.filename or error.errno in NO_ROOM):
         code = 2
         where = error.filename2 or error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
         line = f"error: {error.strerror}: {where}; completed files are intact"
-    elif isinstance(error, LostRank | FloatingPointError):
-        line = f"error: {error}"
     elif is_out_of_memory(error):
         what = str(error) or "out of memory"
         line = f"error: {what}; give a smaller --device_batch_size (training; then --checkpointing) or --batch_size"
-    else:
+    elif not isinstance(error, LostRank | FloatingPointError):
         return otherwise(kind, error, traceback)
     print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
     sys.exit(code)

@@ -76,6 +76,11 @@ def gather_objects(value) -> list:
     return values or []
 
 
+def ranks_store():
+    """torchrun's, which answers at once, whatever the other ranks do."""
+    return dist.distributed_c10d._get_default_store()
+
+
 waits = itertools.count()
 
 
@@ -84,7 +89,7 @@ def wait_for_first_rank() -> None:
     store, as a collective would give up after the ranks' timeout. If the first rank dies, the wait ends."""
     if not dist.is_initialized():
         return
-    store = dist.distributed_c10d._get_default_store()
+    store = ranks_store()
     key = f"first_rank/{next(waits)}"
     if is_first_rank():
         store.set(key, "here")
@@ -123,42 +128,78 @@ def leave_together() -> None:
         dist.destroy_process_group()
 
 
-class StopSignal:
-    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) requests a clean stop, the second kills the process."""
+class Stopped(BaseException):
+    """A signal to any rank has ended an evaluation, on all ranks. No Exception: libraries must not catch it."""
 
-    def __init__(self):
-        self.received = 0  # the signal's number
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+
+class StopSignal:
+    """What the trainer does about signals: the first ends an evaluation at once, and the run after its step. The
+    process ends with 128 + the signal's number. In other scripts and until `listen` a signal ends the process at once.
+
+    Slurm, systemd and torchrun each send theirs. So a signal that comes again kills only if it comes late: SIGINT, a
+    person's, after a second, the others after ten. A signal to torchrun ends the run, whatever its --max-restarts;
+    one to a rank alone counts as a failure, after which --max-restarts=1 starts all ranks again.
+    """
+
+    received = 0  # the number of this rank's signal
+    agreed = 0  # not 0 once all ranks know that they stop
+    drops = False  # in gather_batches
+
+    def listen(self) -> None:
+        # A hangup is a closed terminal; with USR1 and USR2 Slurm and submitit announce the end of a job's time
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks
                 signal.signal(number, self._receive)
 
     def _receive(self, number, frame):
+        now = time.monotonic()
         if self.received:
-            os._exit(128 + number)
+            if now - self.since > (1 if number == signal.SIGINT else 10):
+                os._exit(128 + number)
+            return
         self.received = number
+        self.since = now
         if is_first_rank():
+            task = "dropping this evaluation" if self.drops else "finishing this step"
+            line = f"{signal.Signals(number).name}: {task}, then saving and leaving; Ctrl-C kills\n"
             with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, b"stopping after this step; again to kill\n")  # not print, which may be in progress
+                os.write(2, line.encode())  # not print, which may be in progress
+        if self.drops:
+            raise Stopped
 
-    def agreed(self) -> int:
-        """The largest signal number of any rank, or 0; a collective."""
-        return int(over_ranks(self.received, dist.ReduceOp.MAX, "the agreement to stop"))
+    def agree(self) -> int:
+        """A collective: the largest signal number of any rank, or 0."""
+        self.agreed = int(over_ranks(self.received, dist.ReduceOp.MAX, "the agreement to stop"))
+        return self.agreed
 
 
-def rank_batches(batches: Batches) -> Batches:
-    """This rank's batches: every world-th, from its own number on."""
-    rank, _, world = get_dist()
-    return batches[rank::world]
+stop_signal = StopSignal()
 
 
 def gather_batches(compute, batches: Batches, label: str) -> list:
-    """[compute(ids) for ids in batches] on the first rank, [] on the others; all ranks share the work."""
-    world = get_dist()[2]
+    """[compute(ids) for ids in batches] on the first rank, [] on the others; all ranks share the work.
+
+    In the trainer a signal ends it at once, on the other ranks before their next batch; then all raise Stopped. So
+    `compute` has no collectives and, there, writes no files.
+    """
+    rank, _, world = get_dist()
     num_images = sum(map(len, batches))
     own = []
-    with Progress(-(-num_images // world), "images", label) as bar:
-        for ids in rank_batches(batches):
-            own.append(compute(ids))
-            bar.update(len(ids))
+    try:
+        stop_signal.drops = True
+        with Progress(-(-num_images // world), "images", label) as bar:
+            for ids in batches[rank::world]:
+                if stop_signal.received or (dist.is_initialized() and ranks_store().check(["stopped"])):
+                    break
+                own.append(compute(ids))
+                bar.update(len(ids))
+    except Stopped:
+        pass
+    finally:
+        stop_signal.drops = False
+    if stop_signal.received and dist.is_initialized():
+        ranks_store().set("stopped", "")
+    if stop_signal.agree():
+        raise Stopped
     of_rank = gather_objects(own)
     return [of_rank[i % world][i // world] for i in range(len(batches)) if of_rank]

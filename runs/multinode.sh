@@ -15,6 +15,8 @@ fi
 # By default torchrun kills its workers 30 s after a signal; saving a large model takes longer. After this time it also kills
 # ranks that wait for a dead one in a collective, which no signal interrupts
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2  # the last two would kill torchrun alone
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a shared store would give restarted ranks addresses of dead ones
-python3 -m torch.distributed.run --nnodes="${NNODES:-2}" --nproc_per_node="${GPUS:-8}" --max-restarts=3 --rdzv_id="${SLURM_JOB_ID:-nanodiff}" \
+# exec: a signal to this script reaches torchrun, which passes it on to the ranks
+exec python3 -m torch.distributed.run --nnodes="${NNODES:-2}" --nproc_per_node="${GPUS:-8}" --max-restarts=3 --rdzv_id="${SLURM_JOB_ID:-nanodiff}" \
     --rdzv_backend=c10d --rdzv_endpoint="$HEAD" -m scripts.base_train -- "$@"

@@ -26,6 +26,7 @@ import functools
 import gc
 import math
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, i
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (setting)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (setting)
-from nanodiff.dist import StopSignal
+from nanodiff.dist import Stopped, stop_signal
 from nanodiff.files import load_tensors
 from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
 from nanodiff.safetensors import load_safetensors
@@ -423,8 +424,6 @@ draw_device = device if device.type == "cuda" else torch.device("cpu")  # where 
 # of a stream shuffled by (seed, epoch) alone
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
 images, stored_cond = next(loader)  # (B, C, H, W), {"y": labels (B,), other conditions}
-stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save, exit; a second kills
-stopping = False  # the same on all ranks
 saver = Saver(start_step if checkpoint else -1)
 faults = start_verifying(train_set)  # hashes the set in a thread
 # Randomness. A few numbers an image (flip, t, dropping) come from (seed, s): each rank draws the whole batch's. Large
@@ -436,17 +435,17 @@ while True:
     if faults:  # a damaged set ends the run before it is saved
         raise faults[0]
     # Save first: a crash in an evaluation loses nothing
-    leaving = step >= num_iterations or stopping
+    leaving = step >= num_iterations or stop_signal.agreed
     at_end = leaving and (save_every >= 0 or save_epochs)  # the last pass may end short
     if (at_end or due(save_every) or ends_epoch()) and step != saver.step:
         save()
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves
     validates = due(eval_every, first=0)  # step 0: what an untrained model gets
-    if not stopping and (validates or due(fid_every) or due(sample_every)):
+    if not stop_signal.agreed and (validates or due(fid_every) or due(sample_every)):
         figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
-        with uncompiled(), autocast:
+        with suppress(Stopped), uncompiled(), autocast:
             # The same images, t and noise each time; no label dropped, no flip: compare val with val
             if validates:
                 raw_model.eval()
@@ -463,6 +462,8 @@ while True:
                     shown = val_set or train_set
                     grid = sample_grid(raw_model, process, shown, codec, sample_settings, device_batch_size)
                     log.grid(grid, step)
+        if stop_signal.agreed:  # a signal has ended this, which is repeated on resume
+            continue
         if figures:
             print0(log.evaluation(step, figures))
 
@@ -514,7 +515,7 @@ while True:
     step_t, step_losses = meter.losses()  # of this rank's images
 
     # Exchange: each rank gets the average gradient of its share of the parameters; a stop signal travels with the norm
-    norm = optim.sync_grads(stop.received) * scaler.inv_scale  # global L2 norm, on the device
+    norm = optim.sync_grads(stop_signal.received) * scaler.inv_scale  # global L2 norm, on the device
     overflow = scaler.enabled and not norm.isfinite()  # fp16: the step is skipped, the loss scale halved
 
     # Update: each rank its share; all-gathers end before the blocks that read them
@@ -527,7 +528,7 @@ while True:
         optim.step(grad_scale=clip * scaler.inv_scale)
         ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights
     # The host waits for the norm while the GPU updates. At a NaN no weight has changed: the run ends (fp16 goes on)
-    grad_norm, stopping = optim.read_norm()
+    grad_norm, stop_signal.agreed = optim.read_norm()
     grad_norm *= scaler.inv_scale
     if not math.isfinite(grad_norm) and not scaler.can_skip:
         fault = f"step {step}: loss {loss.item() * grad_accum_steps:g}, gradient not finite ({optim.not_finite()})"
@@ -539,13 +540,13 @@ while True:
     step += 1
     log_now = step % log_every == 0 or step == num_iterations
     meter.end_step(x0.shape, log_now)  # waits for the device on log lines
-    if step == start_step + 1:  # all is allocated: the garbage collector need not look at it again
-        gc.collect()
+    if step == start_step + 1:
+        stop_signal.listen()  # until now a signal ended the run at once
+        gc.collect()  # all is allocated: the garbage collector need not look at it again
         gc.freeze()
     if log_now:
         line = meter.line(step, total_batch_size, flops_per_image)
-        line["train/grad_norm"] = grad_norm
-        line["train/lrm"] = lrm
+        line |= {"train/grad_norm": grad_norm, "train/lrm": lrm}
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
         log.metrics(line)  # to metrics.jsonl and wandb
@@ -556,4 +557,4 @@ while True:
 
 loader.close()
 saver.wait()
-end(log, step, stopping, progress["train_time_s"], device, saved=saver.step == step)
+end(log, step, progress["train_time_s"], device, saved=saver.step == step)

@@ -24,7 +24,7 @@ from configurator import configure
 from nanodiff.common import Progress, UserError, at, count, get_dist, print0
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_ranks
+from nanodiff.dist import from_first_rank, leave_together, over_ranks
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.png import encode_png, make_grid
@@ -132,7 +132,7 @@ if from_images and strength and not protocol["network_evaluations"]:
     print0(f"strength={strength} of {settings.steps} steps rounds to none: the samples are the given images")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Each rank draws its batches, except those already drawn
+# Each rank draws its batches, except those already drawn. A signal ends it at once: the same command resumes
 
 ids = np.arange(first, first + num_images)
 store = SampleStore(output, protocol, samples.batches(ids, batch_size))
@@ -143,7 +143,6 @@ if from_first_rank(rank == 0 and store.open(), "the store"):  # the other ranks 
 before = store.num_drawn()
 if before:
     print0(f"{before:,} of {num_images:,} images are there already, in {store.folder}")
-stop = StopSignal()
 start = time.perf_counter()
 with Progress(num_images - before, "images", "sampling") as bar:
     for k in store.missing(rank, world):
@@ -156,19 +155,14 @@ with Progress(num_images - before, "images", "sampling") as bar:
         with autocast:
             x0 = samples.draw(store.parts[k], on_step)
         store.write(k, codec.to_output(x0).transpose(0, 2, 3, 1))  # (n, H, W, C)
-        if stop.received:
-            break
-stopped = stop.agreed()  # waits for the other ranks
-not_finite = int(over_ranks(samples.not_finite))
+not_finite = int(over_ranks(samples.not_finite))  # waits for the other ranks
 if not_finite:
     print0(f"warning: {not_finite:,} of the images drawn are not finite (NaN): bad weights or {protocol['dtype']}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write a grid of the first images, and the file of all images
 
-if stopped:
-    print0(f"stopped by signal {stopped} at {store.num_drawn():,} of {num_images:,} images: the same command resumes")
-elif rank == 0:
+if rank == 0:
     images = [codec.picture(stored.transpose(2, 0, 1)[None])[0] for stored in store.first(GRID_IMAGES)]  # (C, H, W)
     num_shown = len(images)
     columns = samples.columns
@@ -186,5 +180,3 @@ elif rank == 0:
         print0(f"{count(num_images, 'image', 'images')}: {output}")
     store.close()
 leave_together()
-if stopped:
-    sys.exit(128 + stopped)  # as shells report a signal; 0 would say that the file is complete

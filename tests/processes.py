@@ -43,7 +43,7 @@ def run_as_main(program, args, env, files, before):
         else:
             sys.argv = [program, *map(str, args)]
             runpy.run_module(f"scripts.{program}", run_name="__main__", alter_sys=True)
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
 

@@ -20,6 +20,7 @@ from tiny_runs import assert_identical, assert_resumes, decode_png, losses, make
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
+from nanodiff.dist import StopSignal
 from nanodiff.formats.load import load_run
 from nanodiff.training import optim
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
@@ -324,6 +325,53 @@ def test_changed_settings_and_data(tiny, run_script):
     refused("other sha256", run_script, "base_train", *args, *changed, "--resume=changed")
 
 
+def stopped(run_script, *args):
+    """A run that SIGTERM ends."""
+    with pytest.raises(SystemExit) as end:
+        run_script("base_train", *args)
+    assert end.value.code == 128 + signal.SIGTERM
+    del end
+    gc.unfreeze()
+    gc.collect()  # the frames of the exit hold the run's lock
+
+
+@pytest.mark.parametrize(
+    "place, every",
+    [
+        ("training.validation.held_out", "--eval_every=3"),
+        ("sampling.draw.make_denoiser", "--sample_every=3"),
+        ("sampling.draw.make_denoiser", "--fid_every=3"),
+    ],
+)
+def test_a_signal_in_an_evaluation_drops_and_repeats_it(tiny, run_script, monkeypatch, capfd, place, every):
+    """It is obeyed at once, the step is saved, and the resumed run has the bits of one that was not stopped."""
+    more = ("--save_every=0", "--eval_every=-1", "--sample_steps=2", "--fid_metric=fd_simclr", "--fid_images=10")
+    args = (*TINY, *more, every)
+    run_script("base_train", *args, "--model_tag=whole")
+    calls = []
+    listen = StopSignal.listen
+
+    def kill(*_):
+        calls.append("once")
+        os.kill(os.getpid(), signal.SIGTERM)
+        calls.append("not reached")
+
+    def kill_from_now_on(self):
+        listen(self)
+        patch.setattr(f"nanodiff.{place}", kill)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignal, "listen", kill_from_now_on)
+        stopped(run_script, *args, "--model_tag=parts")
+    assert calls == ["once"]
+    assert "SIGTERM: dropping this evaluation, then saving and leaving" in capfd.readouterr().err
+    assert [step for step, _ in list_checkpoints(tiny / "runs" / "parts")] == [3]
+    assert not any("val" in key for line in metrics(tiny, "parts") if line["step"] for key in line)
+    assert run_script("base_train", *args, "--model_tag=parts")["start_step"] == 3
+    assert metrics(tiny, "parts") == metrics(tiny, "whole")
+    assert_identical(weights(tiny, "parts"), weights(tiny, "whole"))
+
+
 def test_going_back_puts_the_other_branch_aside_and_survives_a_kill(tiny, run_script, monkeypatch):
     """The same command goes on with its own branch, which is what "newest" means; another command goes back again."""
     args = (*TINY, "--model_tag=a", "--save_every=2", "--checkpoints_kept=-1", "--eval_every=2")
@@ -338,7 +386,7 @@ def test_going_back_puts_the_other_branch_aside_and_survives_a_kill(tiny, run_sc
         honest = Meter.console
         stop_after_3 = lambda self, line, n: line["step"] == 3 and os.kill(os.getpid(), signal.SIGTERM)
         patch.setattr(Meter, "console", lambda *args: stop_after_3(*args) or honest(*args))
-        assert run_script("base_train", *back)["step"] == 4
+        stopped(run_script, *back)
     (left,) = (tiny / "runs").glob("a.left_*")
     assert steps("a") == [2, 4] and {path.stem for path in left.iterdir()} >= {"step_000004", "step_000006"}
     assert (left / "metrics.jsonl").read_text().count("\n") == len(lines)

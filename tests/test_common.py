@@ -14,12 +14,26 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, refused
-from processes import FORK, Started
+from processes import FORK, Started, on_ranks
 
 from nanodiff import common
-from nanodiff.common import BLOCK, LostRank, UserError, at, base_dir, draw_rows, excepthook, make_generator, print0
-from nanodiff.dist import StopSignal, collective
+from nanodiff.common import (
+    BLOCK,
+    LostRank,
+    UserError,
+    at,
+    base_dir,
+    draw_rows,
+    excepthook,
+    in_batches,
+    make_generator,
+    print0,
+)
+from nanodiff.device import init_device
+from nanodiff.dist import Stopped, StopSignal, collective, gather_batches, leave_together, stop_signal
 from nanodiff.files import write_atomic, writing
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def draw(*key):
@@ -99,25 +113,62 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, failing):
 def test_a_signal_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = StopSignal()
+    others = {number: signal.getsignal(number) for number in SIGNALS if number != signal.SIGHUP}
+    stop.listen()
     os.kill(os.getpid(), signal.SIGHUP)
-    signal.signal(signal.SIGHUP, before)
-    assert stop.agreed() == 0
+    for number, handler in (others | {signal.SIGHUP: before}).items():
+        signal.signal(number, handler)
+    assert stop.agree() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_asks_and_the_second_ends(number):
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_asks_its_echo_does_nothing_and_a_later_one_ends(number):
+    """A launcher's echo comes within ten seconds, that of a person's Ctrl-C within one."""
+
     def run():
         signal.signal(number, signal.SIG_DFL)  # not ignored, as for jobs in the background
         stop = StopSignal()
-        os.kill(os.getpid(), number)
-        time.sleep(0.01)
-        assert stop.agreed() == number  # and it goes on
-        os.kill(os.getpid(), number)
-        time.sleep(10)
+        stop.listen()
+        echo_s = 1 if number == signal.SIGINT else 10
+        for age_s in (0, 0.7 * echo_s, 1.1 * echo_s):
+            stop.since = time.monotonic() - age_s
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            assert stop.agree() == number  # and it goes on
+            print(age_s, flush=True)
 
     done = Started(run, context=FORK).wait()
-    assert done.returncode == 128 + number
-    assert done.stderr == "stopping after this step; again to kill\n"  # at once, not when the step is over
+    assert done.returncode == 128 + number and len(done.stdout.splitlines()) == 2
+    said = f"{number.name}: finishing this step, then saving and leaving; Ctrl-C kills\n"
+    assert done.stderr == said  # at once, not when the step is over
+
+
+def signal_in_a_batch(rank):
+    """Ten batches on two ranks. Rank 1 gets a signal in its second; [batches begun, whether all were dropped]."""
+    init_device("cpu")
+    begun = []
+
+    def compute(ids):
+        begun.append(int(ids[0]))
+        if begun == [1, 3]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            begun.append("never")  # not reached: at once, not after the batch
+        time.sleep(0.2 * (rank == 0))
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    stop_signal.listen()
+    try:
+        gather_batches(compute, in_batches(np.arange(10), 1), "images")
+    except Stopped:
+        pass
+    leave_together()
+    return begun, stop_signal.agreed
+
+
+def test_a_signal_to_one_rank_ends_the_batches_of_all():
+    (others, number), (own, same) = on_ranks(signal_in_a_batch)
+    assert own == [1, 3] and number == same == signal.SIGTERM
+    assert 8 not in others  # of 0, 2, 4, 6, 8: until its next batch, without a wait for the last
 
 
 def test_errors_within_a_collective():

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanodiff.common import draw_rows
 from nanodiff.device import autocast_to, host_copy, init_device
 from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.dist import StopSignal, gather_objects, join_ranks, leave_together, over_ranks
+from nanodiff.dist import gather_objects, join_ranks, leave_together, over_ranks, stop_signal
 from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.safetensors import load_safetensors
@@ -158,7 +158,7 @@ def call_every_collective(device):
     dist.broadcast_object_list([1], src=0)
     assert torch.equal(share, flat) and torch.equal(gathered[0].cpu(), torch.arange(64.0)) and int(least) == 3
     assert torch.equal(over_ranks(torch.ones(2, dtype=torch.float64)), torch.ones(2, dtype=torch.float64))
-    assert gather_objects({0: 1}) == [{0: 1}] and StopSignal().agreed() == 0
+    assert gather_objects({0: 1}) == [{0: 1}] and stop_signal.agree() == 0
     leave_together()
 
 

@@ -164,17 +164,46 @@ def test_all_ranks_open_the_checkpoint_that_the_first_has_found(base, run_script
 @pytest.mark.parametrize("ranks, fault", [(0, ("0", 4, "SIGTERM")), (2, ("1", 4, "SIGTERM"))])
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(base, run_script, ranks, fault):
     args = [*SHORT, "--log_every=3"]
-    done = run_process("base_train", *args, "--model_tag=a", ranks=ranks, before=partial(inject, fault))
+    running = Started("base_train", *args, "--model_tag=a", ranks=ranks, before=partial(inject, fault))
+    done = running.wait()
     assert "after step 5: the same command resumes" in done.stdout, done.stderr
+    assert running.codes() == [128 + signal.SIGTERM] * max(ranks, 1)
     for tag in ("a", "whole"):
         run_process("base_train", *args, f"--model_tag={tag}", ranks=ranks)
     assert metrics(base, "a") == metrics(base, "whole")  # the line of step 6 holds all of its steps
 
 
+def signal_in_progress(number):
+    """Before a script: its first progress comes with a signal."""
+    common.Progress.update = lambda *_: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    "script, args, number",
+    [
+        ("prepare_data", ["--source=shapes", "--name=new", "--resolution=8"], signal.SIGINT),
+        ("cache_latents", ["--data=tiny", "--name=new", "--device_type=cpu"], signal.SIGTERM),
+        ("base_eval", ["--metric=loss", "--device_type=cpu"], signal.SIGUSR1),
+        ("base_train", [*SHORT, "--eval_every=4", "--model_tag=new"], signal.SIGTERM),
+    ],
+)
+def test_where_no_step_can_be_lost_a_signal_ends_a_script_at_once(base, run_script, script, args, number):
+    """A trainer that has not taken a step, too. Shells report a negative code, death by a signal, as 128 + it."""
+    if script == "base_eval":
+        run_script("base_train", *TINY)
+    if script == "cache_latents":
+        args = [*args, f"--autoencoder={make_autoencoder(base / 'vae')}"]
+    done = Started(script, *args, before=partial(signal_in_progress, number)).wait()
+    assert done.returncode == (130 if number == signal.SIGINT else -number), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "SIG" not in done.stderr
+    assert not any(base.glob("*/new/meta.json")) and not any(base.glob("runs/*/eval*"))
+    assert not (base / "runs" / "new" / "checkpoints").exists()
+
+
 TORCHRUN = """
 import runpy, sys
 from test_faults import inject
-inject(("1", 5, "SIGKILL"), ("0", 5, "SIGTERM to torchrun"))  # not 4: by then the other rank may not heed it yet
+inject(("1", 5, "SIGKILL"), ("0", 6, "SIGTERM to torchrun"))  # not 4 or 5: the other rank may not heed it yet
 runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 """
 
@@ -190,7 +219,8 @@ def test_torchrun_restarts_after_the_death_of_a_worker_and_stops_at_a_signal(bas
     command = [*launcher, script, *SHORT, "--model_tag=a"]
     done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=200)
     assert re.search(r"resumed from .*step_000004", done.stdout), done.stdout + done.stderr
-    assert re.search(r"stopped by a signal after step [5-8]", done.stdout), done.stdout + done.stderr
+    assert re.search(r"stopped by signal 15 after step [6-8]", done.stdout), done.stdout + done.stderr
+    assert done.returncode
     run_process("base_train", *SHORT, "--model_tag=a", ranks=2)
     assert_identical(everything(base, "a", 8), everything(base, "whole", 8))
 

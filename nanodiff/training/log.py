@@ -17,7 +17,7 @@ from torch import Tensor
 from nanodiff.common import Progress, Tensors, UserError, get_dist, is_first_rank, print0
 from nanodiff.device import environment, host_copy, peak_flops, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import unit
-from nanodiff.dist import gather_objects, leave_together, over_ranks
+from nanodiff.dist import gather_objects, leave_together, over_ranks, stop_signal
 from nanodiff.files import names_file, read_json, reading, write_atomic, write_json
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import go_back, trim_metrics, way_back
@@ -292,15 +292,18 @@ class RunLog:
         print0(f"samples: {path}")
 
 
-def end(log: RunLog, step: int, stopping: bool, train_time_s: float, device: torch.device, saved: bool) -> None:
+def end(log: RunLog, step: int, train_time_s: float, device: torch.device, saved: bool) -> None:
     """Print a summary, and leave together with the other ranks. `saved`: this step has a checkpoint."""
+    number = stop_signal.agree()
     if log.wandb:
         log.wandb.finish()
-    if stopping:
+    if number:
         how = "the same command resumes" if saved else "nothing was saved (save_every=-1)"
-        print0(f"stopped by a signal after step {step}: {how}")
+        print0(f"stopped by signal {number} after step {step}: {how}")
     memory = f"{peak_memory_gb(device):.1f} GiB of memory at the peak"
     print0(f"{step:,} steps in {train_time_s / 60:.1f} minutes of training, {memory}")
     sample = f"; to sample: python -m scripts.sample --model={shlex.quote(log.run_dir.name)}" if saved else ""
     print0(f"everything is in {log.run_dir}{sample}")
     leave_together()
+    if number:
+        sys.exit(128 + number)  # as shells report it: 0 would let a chain of commands go on

@@ -10,7 +10,7 @@ from nanodiff.common import Batches, StackedGenerator, get_dist, make_generator
 from nanodiff.conditions import conditioning
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.timesteps import make_timesteps
-from nanodiff.dist import from_first_rank, gather_batches, over_ranks, rank_batches
+from nanodiff.dist import from_first_rank, gather_batches
 from nanodiff.training.log import quartile_sums
 
 
@@ -40,14 +40,16 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     plain = process if process.is_gaussian else FlowMatching()
     t_of, _ = make_timesteps("uniform" if t_range else "auto", plain, *t_range).sample(u)  # (n,), as `chosen`
-    sums = torch.zeros(2, 4, dtype=torch.float64)
-    for ids in rank_batches(shared_batches(val_set, n, batch_size)):
+
+    def sums_of(ids):
         x0, cond, generator = held_out(model, val_set, codec, ids)
         noise = generator.randn(x0.shape, x0.device)
         t = t_of[np.searchsorted(chosen, ids)].to(x0.device)
         loss = process.losses(model, x0, t, noise, cond)["loss"]  # (n,)
-        sums += quartile_sums(t, loss, torch.ones_like(loss), process).cpu()
-    total, counts = over_ranks(sums)
+        return quartile_sums(t, loss, torch.ones_like(loss), process).cpu().double()
+
+    sums = gather_batches(sums_of, shared_batches(val_set, n, batch_size), "validation")
+    total, counts = from_first_rank(sum(sums), "the validation loss")
     return float(total.sum() / n), (total / counts).tolist()
 
 
