@@ -69,12 +69,9 @@ def get_dist():
     """(rank, local_rank, world_size) from torchrun; (0, 0, 1) without it. Refuses several tasks of srun or mpirun."""
     get = os.environ.get
     if not get("RANK"):
-        # salloc and sbatch set SLURM_NTASKS for tasks that may never start; a job's own script even has SLURM_PROCID=0.
-        # Tasks that srun has started belong to a step
-        slurm = "SLURM_STEP_NUM_TASKS"
-        if get("SLURM_PROCID") and not get("SLURM_JOB_ID"):
-            slurm = "SLURM_NTASKS"
-        tasks = max(int(get(name) or 1) for name in (slurm, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+        # Not SLURM_NTASKS: salloc and sbatch set it for tasks that may never start. Those of srun belong to a step
+        counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        tasks = max(int(get(name) or 1) for name in counts)
         if tasks > 1:
             raise UserError(f"{tasks} tasks without RANK: start them by torchrun or runs/multinode.sh")
     try:

@@ -152,7 +152,7 @@ def lock_file(
         file.close()
         raise UserError(busy) from None
     except OSError as error:
-        print0(f"warning: {path} cannot be locked ({error.strerror}): nothing keeps a second process out of there")
+        print0(f"warning: {path} cannot be locked ({error.strerror}): a second process could write there")
         return file
     for pattern in leftovers:
         for leftover in path.parent.glob(pattern):
@@ -203,10 +203,7 @@ def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
             f"convert it: python -m runs.convert.earlier {shlex.quote(str(checkpoint.parents[1]))}"
         )
     try:
-        manifest = read_json(checkpoint / "manifest.json")
-        if "model.safetensors" not in manifest:
-            return "manifest.json does not list the model"
-        for name, entry in manifest.items():
+        for name, entry in read_json(checkpoint / "manifest.json").items():
             path = checkpoint / name
             with reading(path, "is not in the manifest as it should be"):
                 size = path.stat().st_size
@@ -229,11 +226,11 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
             writing(path, {}) as file,
             Progress(num_bytes, "bytes", "downloading") as bar,
         ):
-            while part := response.read(min(2**20, num_bytes + 1 - bar.done)):
+            while part := response.read(2**20):
                 file.write(part)
                 bar.update(len(part))
             found = file.sha256.hexdigest()
-            if (bar.done, found) != (num_bytes, sha256):
+            if found != sha256:
                 raise UserError(f"{url} sent {bar.done:,} bytes with SHA-256 {found}, expected {sha256}")
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
         raise UserError(f"could not download {url}: {error}; {otherwise}") from None

@@ -51,13 +51,14 @@ def test_round_trip(tmp_path, monkeypatch):
     refused("no checkpoint of step 7; it has: 500", find_checkpoint, tmp_path, 7)
 
 
-def test_a_full_disk_says_what_there_is(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_earlier_checkpoints(tmp_path, monkeypatch):
+    """The excepthook makes a line of it."""
+    save(tmp_path, 1)
     full = OSError(errno.ENOSPC, "No space left on device")
-    for there in ("none", r"\[1\]"):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "write_json", Mock(side_effect=full))
-            refused(f"step_000002: No space left on device; intact checkpoints: {there}$", save, tmp_path, 2)
-        save(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, "write_json", Mock(side_effect=full))
+    with pytest.raises(OSError, match="No space left on device"):
+        save(tmp_path, 2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
 
 
 @pytest.mark.parametrize("moment", ["first tensor", "manifest", "rename"])
@@ -177,7 +178,8 @@ def test_a_run_moved_while_it_trains_ends_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="the cause"), writing(tmp_path / "run" / "a"):
         (tmp_path / "run").rename(tmp_path / "moved")
         raise ValueError("the cause")
-    refused(r"cannot write .*run/", save, tmp_path / "run", 2)
+    with pytest.raises(FileNotFoundError, match="run/checkpoints"):  # a line by the excepthook
+        save(tmp_path / "run", 2)
     assert not (tmp_path / "run").exists() and steps(tmp_path / "moved") == [1]
 
 

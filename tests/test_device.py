@@ -52,7 +52,6 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_S
 @pytest.mark.parametrize(
     "environment",
     [
-        {"SLURM_NTASKS": "8", "SLURM_PROCID": "3"},
         STEP,
         {"OMPI_COMM_WORLD_SIZE": "8"},
         {"PMI_SIZE": "8"},

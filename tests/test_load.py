@@ -43,11 +43,10 @@ def write_run(base, tag, model_config=DIT, **config):
 def test_a_damaged_config_is_written_anew(base, run_script, capsys):
     make_data()
     path = run_script("base_train", *TINY, "--num_iterations=1", "--model_tag=a")["run_dir"] / "config.json"
-    for steps, text in ((2, ""), (3, '{"changes": 1}')):
-        path.write_text(text)
-        run_script("base_train", *TINY, f"--num_iterations={steps}", "--resume=changed", "--model_tag=a")
-        told = capsys.readouterr().out
-        assert "config.json is damaged" in told and json.loads(path.read_text())["num_iterations"] == steps
+    path.write_text("")
+    run_script("base_train", *TINY, "--num_iterations=2", "--resume=changed", "--model_tag=a")
+    assert "config.json is damaged" in capsys.readouterr().out
+    assert json.loads(path.read_text())["num_iterations"] == 2
 
 
 def test_what_cannot_be_loaded_is_one_line(base, tmp_path):

@@ -217,12 +217,9 @@ def test_a_weight_that_no_rule_knows_or_that_left_the_buffer_is_named():
     """Else Muon would leave a new backbone's matrices to AdamW, without a word."""
     model = Toy()
     model.trunk = nn.Linear(4, 4)
-    other = make_optimizer(model, "adamw").state_dict()
     refused(r"muon: trunk\.weight is in neither", make_optimizer, model)
-    opt = make_optimizer(model := Toy())
-    lacking = {name: value for name, value in opt.state_dict().items() if name != "step"}
-    for state, message in ((other, "exp_avg/blocks.* unknown"), (lacking, "'step' is missing")):
-        refused(message, opt.load_state_dict, state)
+    model = Toy()
+    opt = make_optimizer(model)
     model.final.weight.data = model.final.weight.data.clone()
     with pytest.raises(RuntimeError, match=r"final\.weight"):
         opt.sync_grads(0)
@@ -237,7 +234,7 @@ def test_a_norm_that_is_not_finite_changes_no_weight(bad):
     model.blocks[1].fc1.weight.grad[0] = bad
     opt.step((1 / opt.sync_grads(0)).clamp(max=1.0))
     assert largest_difference(params(model), before) == 0 and not np.isfinite(opt.read_norm()[0])
-    assert opt.not_finite() == ("each number finite, not their norm" if bad == 1e30 else "3% of blocks.1.fc1.weight")
+    assert opt.not_finite() == ("gradients finite, their norm is not" if bad == 1e30 else "3% of blocks.1.fc1.weight")
 
 
 CASES = [("muon", 0.05), ("adamw", 0.0)]  # clipped and not

@@ -5,6 +5,7 @@ import itertools
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ def shuffled_buckets(num_batches: tuple[int, ...], key: tuple[int, ...]) -> np.n
     return bucket_of[shuffled(np.arange(len(bucket_of)), len(bucket_of), key)]
 
 
+@dataclass
 class DataLoader:
     """`images, cond = next(loader)`: (B, C, H, W) and {name: (B, ...)}, as stored, on `device`; B = device_batch_size.
 
@@ -57,27 +59,21 @@ class DataLoader:
     `.data_wait`: seconds that the last next() waited.
     """
 
-    def __init__(
-        self,
-        dataset,
-        device_batch_size,
-        total_batch_size,
-        rank,
-        world,
-        seed,
-        start_step=0,
-        device="cpu",
-    ):
-        self.dataset = dataset
-        self.device_batch_size = device_batch_size
-        self.total_batch_size = total_batch_size
-        self.rank = rank
-        self.world = world
-        self.seed = seed % 2**64
-        self.device = torch.device(device)
-        self.data_wait = 0.0
-        self._micro_steps = total_batch_size // (device_batch_size * world)
-        self._numbers = itertools.count(start_step * self._micro_steps)  # of micro-steps
+    dataset: object
+    device_batch_size: int
+    total_batch_size: int
+    rank: int
+    world: int
+    seed: int
+    start_step: int = 0
+    device: str | torch.device = "cpu"
+    data_wait = 0.0
+
+    def __post_init__(self):
+        self.seed %= 2**64
+        self.device = torch.device(self.device)
+        self._micro_steps = self.total_batch_size // (self.device_batch_size * self.world)
+        self._numbers = itertools.count(self.start_step * self._micro_steps)  # of micro-steps
         self._thread = ThreadPoolExecutor(1, "dataloader")
         self._ahead = deque()
         for _ in range(AHEAD):

@@ -80,12 +80,9 @@ def save_checkpoint(
         with contextlib.suppress(FileNotFoundError):
             fsync_dir(run_dir / "metrics.jsonl")  # a checkpoint's log lines are on the disk before it
         publish_folder(temporary, final)
-    except OSError as error:
+    except OSError:  # such as a full disk
         shutil.rmtree(temporary, ignore_errors=True)
-        intact_checkpoints = intact_steps(run_dir) or "none"
-        raise UserError(
-            f"cannot write checkpoint {final}: {error.strerror}; intact checkpoints: {intact_checkpoints}"
-        ) from error
+        raise
     # Later steps do not count: the run was resumed from an earlier one
     intact = [s for s in intact_steps(run_dir) if s <= step]
     for s, path in list_checkpoints(run_dir):
@@ -149,7 +146,7 @@ def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
             return path
         print0(f"corrupt checkpoint skipped: {path}: {fault}")
     if found:
-        raise UserError(f"no intact checkpoint in {run_dir}/checkpoints; move the corrupt away, or start anew")
+        raise UserError(f"no intact checkpoint in {run_dir}/checkpoints; move the corrupt ones away to start over")
     return None
 
 

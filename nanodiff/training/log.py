@@ -18,7 +18,7 @@ from nanodiff.common import Progress, Tensors, UserError, get_dist, is_first_ran
 from nanodiff.device import environment, host_copy, peak_flops, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks, stop_signal
-from nanodiff.files import names_file, read_json, reading, write_atomic, write_json
+from nanodiff.files import names_file, read_json, write_atomic, write_json
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import go_back, trim_metrics, way_back
 
@@ -209,10 +209,8 @@ def record(path: Path, described: dict, step: int) -> None:
     last = described["config"]
     if step and path.exists():
         try:
-            with reading(path):
-                found = past | read_json(path)
-                last = dict([found, *found["changes"]][-1]["config"])
-                past = found
+            past |= read_json(path)
+            last = [past, *past["changes"]][-1]["config"]
         except UserError as error:
             print0(f"{error}: written anew")
     now = {key: described[key] for key in ("config", "num_iterations", "environment")} | {"step": step}
