@@ -54,11 +54,11 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
         code = 2
     elif isinstance(error, OSError) and (error.filename or error.errno in NO_ROOM):
         code = 2
-        where = error.filename2 or error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
-        line = f"error: {error.strerror}: {where}; completed files are intact"
+        path = error.filename2 or error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
+        line = f"error: {error.strerror}: {path}; completed files are intact"
     elif is_out_of_memory(error):
-        what = str(error) or "out of memory"
-        line = f"error: {what}; give a smaller --device_batch_size (training; then --checkpointing) or --batch_size"
+        reason = str(error) or "out of memory"
+        line = f"error: {reason}; give a smaller --device_batch_size (training; then --checkpointing) or --batch_size"
     elif not isinstance(error, LostRank | FloatingPointError):
         return otherwise(kind, error, traceback)
     print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
@@ -119,16 +119,16 @@ def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Gener
 BLOCK = 32
 
 
-def draw_rows(key: tuple[int, ...], first: int, device, like: Tensor, random=torch.randn) -> Tensor:
-    """Rows first to first + N - 1, like `like` (N, ...), of an endless table of `random` numbers, a function of `key`
-    and `device`. Each BLOCK rows have their own generator, so that a rank draws little more than it uses."""
-    drawn = []
-    last = first + len(like) - 1
+def draw_rows(key: tuple[int, ...], first: int, device, template: Tensor, random=torch.randn) -> Tensor:
+    """Rows first to first + N - 1, shaped as `template` (N, ...), of an endless table of `random` numbers, a function
+    of `key` and `device`. Each BLOCK rows have their own generator, so that a rank draws little more than it uses."""
+    blocks = []
+    last = first + len(template) - 1
     for block in range(first // BLOCK, last // BLOCK + 1):
         g = make_generator(*key, block, device=device)
-        drawn.append(random(BLOCK, *like.shape[1:], generator=g, device=device))
-    skipped = first % BLOCK
-    return torch.cat(drawn)[skipped : skipped + len(like)].to(like.device)
+        blocks.append(random(BLOCK, *template.shape[1:], generator=g, device=device))
+    offset = first % BLOCK
+    return torch.cat(blocks)[offset : offset + len(template)].to(template.device)
 
 
 class StackedGenerator:

@@ -123,13 +123,13 @@ def full_float32(device: torch.device):
     """No autocast, and no TF32 on CUDA: TF32 would change a judge's features by a thousandth."""
     cudnn = torch.backends.cudnn
     matmul = torch.backends.cuda.matmul
-    before = cudnn.allow_tf32, matmul.allow_tf32
+    past_flags = cudnn.allow_tf32, matmul.allow_tf32
     cudnn.allow_tf32 = matmul.allow_tf32 = False
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        cudnn.allow_tf32, matmul.allow_tf32 = before
+        cudnn.allow_tf32, matmul.allow_tf32 = past_flags
 
 
 def why_not_compiled(device: torch.device) -> str:

@@ -32,9 +32,9 @@ def collective(name: str):
             raise
         cause = re.sub(r"^\[.*?\] |\. This is typically.*", "", str(e).splitlines()[0])
         rank, _, world = get_dist()
-        why = "the port is taken" if "EADDRINUSE" in cause else "another rank hangs or died"
-        waited = f"after {time.monotonic() - start:.1f} s of waiting"
-        raise LostRank(f"rank {rank} of {world}: {name} failed {waited}, {why}: {cause}") from e
+        reason = "the port is taken" if "EADDRINUSE" in cause else "another rank hangs or died"
+        duration = f"after {time.monotonic() - start:.1f} s of waiting"
+        raise LostRank(f"rank {rank} of {world}: {name} failed {duration}, {reason}: {cause}") from e
 
 
 @collective("the meeting of the ranks")
@@ -54,13 +54,13 @@ def join_ranks(backend: str, timeout_s: float, device_id) -> None:
     sys.excepthook = functools.partial(excepthook, otherwise=sys.excepthook)
 
 
-def over_ranks(x: torch.Tensor | int, op=dist.ReduceOp.SUM, what: str = "a sum over ranks") -> torch.Tensor:
-    """A number or a tensor on the CPU, reduced over ranks; the same on every rank. `what` names it if it fails."""
+def over_ranks(x: torch.Tensor | int, op=dist.ReduceOp.SUM, name: str = "a sum over ranks") -> torch.Tensor:
+    """A number or a tensor on the CPU, reduced over ranks; the same on every rank. `name` is reported if it fails."""
     x = torch.as_tensor(x)
     if not dist.is_initialized():
         return x
     x = x.to("cuda" if dist.get_backend() == "nccl" else "cpu")
-    with collective(what):
+    with collective(name):
         dist.all_reduce(x, op)
     return x.cpu()
 
@@ -97,11 +97,11 @@ def wait_for_first_rank() -> None:
         time.sleep(0.02)
 
 
-def from_first_rank(value, what: str = "a result"):
+def from_first_rank(value, name: str = "a result"):
     """The first rank's `value`, on every rank, however long the first rank takes."""
     shared = [value]
     if dist.is_initialized():
-        with collective(f"the broadcast of {what}"):
+        with collective(f"the broadcast of {name}"):
             wait_for_first_rank()
             dist.broadcast_object_list(shared, src=0)
     return shared[0]
@@ -141,8 +141,8 @@ class StopSignal:
     one to a rank alone counts as a failure, after which --max-restarts=1 starts all ranks again.
     """
 
-    received = 0  # the number of this rank's signal
-    agreed = 0  # not 0 once all ranks know that they stop
+    number = 0  # of this rank's signal
+    is_stopping = 0  # not 0 once all ranks know that they stop
     drops = False  # in gather_batches
 
     def listen(self) -> None:
@@ -153,11 +153,11 @@ class StopSignal:
 
     def _receive(self, number, frame):
         now = time.monotonic()
-        if self.received:
+        if self.number:
             if now - self.since > (1 if number == signal.SIGINT else 10):
                 os._exit(128 + number)
             return
-        self.received = number
+        self.number = number
         self.since = now
         if is_first_rank():
             task = "dropping this evaluation" if self.drops else "finishing this step"
@@ -169,8 +169,8 @@ class StopSignal:
 
     def agree(self) -> int:
         """A collective: the largest signal number of any rank, or 0."""
-        self.agreed = int(over_ranks(self.received, dist.ReduceOp.MAX, "the agreement to stop"))
-        return self.agreed
+        self.is_stopping = int(over_ranks(self.number, dist.ReduceOp.MAX, "the agreement to stop"))
+        return self.is_stopping
 
 
 stop_signal = StopSignal()
@@ -184,22 +184,22 @@ def gather_batches(compute, batches: Batches, label: str) -> list:
     """
     rank, _, world = get_dist()
     num_images = sum(map(len, batches))
-    own = []
+    results = []
     try:
         stop_signal.drops = True
         with Progress(-(-num_images // world), "images", label) as bar:
             for ids in batches[rank::world]:
-                if stop_signal.received or (dist.is_initialized() and ranks_store().check(["stopped"])):
+                if stop_signal.number or (dist.is_initialized() and ranks_store().check(["stopped"])):
                     break
-                own.append(compute(ids))
+                results.append(compute(ids))
                 bar.update(len(ids))
     except Stopped:
         pass
     finally:
         stop_signal.drops = False
-    if stop_signal.received and dist.is_initialized():
+    if stop_signal.number and dist.is_initialized():
         ranks_store().set("stopped", "")
     if stop_signal.agree():
         raise Stopped
-    of_rank = gather_objects(own)
-    return [of_rank[i % world][i // world] for i in range(len(batches)) if of_rank]
+    rank_results = gather_objects(results)
+    return [rank_results[i % world][i // world] for i in range(len(batches)) if rank_results]

@@ -78,9 +78,9 @@ def writing(path: Path, manifest: dict | None = None):
             if manifest is None:
                 yield file
             else:
-                hashed = Hashed(file)
-                yield hashed
-                manifest[path.name] = {"size": file.tell(), "sha256": hashed.sha256.hexdigest()}
+                hasher = Hashed(file)
+                yield hasher
+                manifest[path.name] = {"size": file.tell(), "sha256": hasher.sha256.hexdigest()}
             file.flush()
             os.fsync(file.fileno())
             os.chmod(temporary, 0o644)
@@ -146,8 +146,8 @@ def lock_file(
     except OSError as error:
         raise UserError(f"cannot write to {path.parent}: {error.strerror}; see {hint}") from None
     try:
-        how = 0 if wait else fcntl.LOCK_NB
-        fcntl.flock(file, fcntl.LOCK_EX | how)
+        mode = 0 if wait else fcntl.LOCK_NB
+        fcntl.flock(file, fcntl.LOCK_EX | mode)
     except BlockingIOError:
         file.close()
         raise UserError(busy) from None
@@ -229,9 +229,9 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
             while part := response.read(2**20):
                 file.write(part)
                 bar.update(len(part))
-            found = file.sha256.hexdigest()
-            if found != sha256:
-                raise UserError(f"{url} sent {bar.done:,} bytes with SHA-256 {found}, expected {sha256}")
+            digest = file.sha256.hexdigest()
+            if digest != sha256:
+                raise UserError(f"{url} sent {bar.done:,} bytes with SHA-256 {digest}, expected {sha256}")
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
         raise UserError(f"could not download {url}: {error}; {otherwise}") from None
 
@@ -249,5 +249,5 @@ def load_tensors(path: Path, mmap: bool = False):
                 return torch.load(path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
             # The first sentence says what was refused; drop the next, which tells how to load it anyway
-            refused = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0]
-            raise UserError(f"{path} {fault}: {refused[:200]}") from None
+            reason = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0]
+            raise UserError(f"{path} {fault}: {reason[:200]}") from None

@@ -138,14 +138,14 @@ dropout = 0.0  # [0, 1): dropout rate
 # Settings of one backbone or process alone are in these modules; --help=all shows all
 MODULES = ["models/dit", "models/unet", "models/lora", "diffusion/flow", "diffusion/gaussian"]
 
-# Presets, then the command line override the globals, which this page reads. `config` is a dict of the same for
-# functions and checkpoints, renewed below with what is derived by then. config.given: those given
+# Presets, then the command line override the globals, which this page reads. `config` holds the same settings as a
+# dict, refreshed below; config.given those that were given
 
 
 def inherited(config):
     if not (config["init_from"] or config["lora_rank"]):
         return {}
-    from nanodiff.formats import start  # a door, like every indented import: a plain run opens only what it uses
+    from nanodiff.formats import start  # lazy, like every indented import: a plain run opens only what it uses
 
     return start.inherited(config)
 
@@ -153,7 +153,7 @@ def inherited(config):
 config = configure(globals(), inherited=inherited, modules=MODULES)
 del inherited
 if init_from or trainable or objective.startswith("flow_map"):
-    from nanodiff.formats import start  # a door
+    from nanodiff.formats import start  # a lazy import
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run's folder: one trainer at a time
@@ -179,17 +179,17 @@ print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.
 # Where it starts: the newest intact checkpoint, else init_from's model, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# `source`: init_from's model. `like`: its data; the new ones take its scale and, with adapters, its class numbers
-source = like = None
+# `source`: init_from's model. `source_data`: its data; the new take its scale and, with adapters, its class numbers
+source = source_data = None
 if init_from:
-    source, like = start.open_source(config, meta, device)
+    source, source_data = start.open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data
 
-train_set = open_dataset(data, "train", like)
-val_set = open_dataset(data, "val", like) if "val" in train_set.meta["splits"] else None
-codec = make_codec(train_set, device, autoencoder, flip, like)  # stored uint8 or latents <-> x0 <-> pixels
+train_set = open_dataset(data, "train", source_data)
+val_set = open_dataset(data, "val", source_data) if "val" in train_set.meta["splits"] else None
+codec = make_codec(train_set, device, autoencoder, flip, source_data)  # stored uint8 or latents <-> x0 <-> pixels
 class_names = codec.description["class_names"] if class_cond else []
 sizes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
 print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {sizes}, {len(class_names)} classes")
@@ -200,18 +200,18 @@ if sample_every >= 0:
 # What is learned, and the model that learns it
 
 # A resumed run may be older than a setting
-meta["config"] = before = {"time_input": "1000t"} | meta["config"] if checkpoint else {}
+meta["config"] = past_settings = {"time_input": "1000t"} | meta["config"] if checkpoint else {}
 if time_input == "auto":
-    of_new = "62.5t" if arch == "dit" and not init_from else "1000t"
-    config["time_input"] = time_input = before.get("time_input", of_new)
+    default = "62.5t" if arch == "dit" and not init_from else "1000t"
+    config["time_input"] = time_input = past_settings.get("time_input", default)
 process = make_process(config, codec.description)  # noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
 if fixed:  # published and older models lack the channel that marks a null second image
-    theirs = fixed.get("given_channels", 0)
-    if codec.description.get("given_channels", theirs) != theirs:
+    channels = fixed.get("given_channels", 0)
+    if codec.description.get("given_channels", channels) != channels:
         raise UserError(f"data={data!r} has second images, which the base or checkpoint does not take")
-    model_config = replace(model_config, given_channels=theirs)
+    model_config = replace(model_config, given_channels=channels)
 raw_model = build_model(model_config, device, seed)
 new = start.start_from(raw_model, source, config, class_names) if source else []
 num_params = sum(p.numel() for p in raw_model.parameters())
@@ -258,7 +258,7 @@ else:
     raise UserError("no horizon: give num_iterations, num_epochs, target_flops or target_param_data_ratio")
 
 # 2) The batch. A resumed run keeps its own
-total_batch_size = total_batch_size or before.get("total_batch_size", 0)
+total_batch_size = total_batch_size or past_settings.get("total_batch_size", 0)
 if not total_batch_size:
     if total_images:
         relative = math.sqrt(total_images * tokens / 20e6)
@@ -275,15 +275,15 @@ epochs = num_iterations * total_batch_size / len(train_set)
 print0(f"run: {num_iterations:,} steps ({how_long}) x {total_batch_size:,} images: {epochs:.1f} epochs")
 
 # 4) The rates. A resumed run keeps its own
-why = "as before" if checkpoint else "by batch and width"
+rate_source = "as before" if checkpoint else "by batch and width"
 root = math.sqrt(total_batch_size / 64)
 by_width = 1 if arch == "unet" else 256 / model_config.width
 part = 1
 if init_from and not lora_rank:  # a short run cannot repair what high rates break
-    why, part = f"{why}; tuning takes less below 500 steps", min(1, num_iterations / 500)
-lr = lr or before.get("lr") or part * 3e-3 * root * by_width
-muon_lr = muon_lr or before.get("muon_lr") or part * 0.02 * math.sqrt(root)
-print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} (if not given, {why})")
+    rate_source, part = f"{rate_source}; tuning takes less below 500 steps", min(1, num_iterations / 500)
+lr = lr or past_settings.get("lr") or part * 3e-3 * root * by_width
+muon_lr = muon_lr or past_settings.get("muon_lr") or part * 0.02 * math.sqrt(root)
+print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} (if not given, {rate_source})")
 
 # 5) How often
 if val_set is None and eval_every >= 0:
@@ -319,7 +319,7 @@ optim = Optimizer(raw_model, groups, rules, grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if fp8:
-    from nanodiff.models.fp8 import calibrate, use_fp8  # a door
+    from nanodiff.models.fp8 import calibrate, use_fp8  # a lazy import
 
     use_fp8(raw_model, device, compute_dtype)
 if device_batch_size == 0:
@@ -331,15 +331,15 @@ print0(f"batch: {total_batch_size:,} images ({device_batch_size} x {world} devic
 print0(memory_line(raw_model, optim, ema, device_batch_size))  # d12: 2 GiB + 88 MiB an image
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samples. With guided_from, which raises the loss, they are never guided, even before it
+# Samples. A run with guided_from, which raises the loss, is always sampled unguided
 
 sample_steps = sample_steps or process.default_steps
 sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
-given = {} if learns_guidance(config) else config.given  # cfg_scale may shape training alone
-sample_settings = SampleSettings(sample_steps, sampler, *choose_guidance(cfg_scale, cfg_interval, fault, given))
+overrides = {} if learns_guidance(config) else config.given  # cfg_scale may shape training alone
+sample_settings = SampleSettings(sample_steps, sampler, *choose_guidance(cfg_scale, cfg_interval, fault, overrides))
 if fid_every >= 0:
-    from nanodiff.metrics.features import sample_quality  # a door: judges of samples
+    from nanodiff.metrics.features import sample_quality  # a lazy import: judges of samples
 
     measure_samples = sample_quality(fid_metric, val_set or train_set, fid_images, codec, model_config)
 
@@ -361,9 +361,9 @@ if checkpoint:
     progress |= meta["loop"]
     meter.load_state_dict(train_state.get("meter", []))
 
-described = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
-described |= dict(num_iterations=num_iterations, flops_per_image=flops_per_image)
-log = RunLog(run, run_dir, device, described, step, progress)
+run_info = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
+run_info |= dict(num_iterations=num_iterations, flops_per_image=flops_per_image)
+log = RunLog(run, run_dir, device, run_info, step, progress)
 report_due = 0.0  # when report.html is next written, by time.monotonic
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -391,14 +391,14 @@ def save():
     """Write this step's checkpoint in a thread, while training continues. A collective."""
     saver.wait()  # for the last save, to free its copies
     optim_state, averages, sums = optim.state_dict(), ema.state_dict(), meter.state_dict()  # gathered over ranks
-    seen_losses = host_copy(t_distribution.state_dict())
+    loss_history = host_copy(t_distribution.state_dict())
     if ddp_rank == 0:
         tensors = {
             "model": host_copy(raw_model.state_dict()),
             "optim": optim_state,  # whatever the number of ranks
-            "train": dict(timesteps=seen_losses, scaler=dict(lg_loss_scale=scaler.lg_loss_scale), meter=sums),
+            "train": dict(timesteps=loss_history, scaler=dict(lg_loss_scale=scaler.lg_loss_scale), meter=sums),
         } | averages  # ema_0.999 and so on
-        saved = {
+        new_meta = {
             "step": step,
             "arch": arch,
             "config": config,
@@ -409,12 +409,12 @@ def save():
             "loop": progress.copy(),
         }
         if objective.startswith("flow_map"):
-            saved |= {"teacher": teacher["base"], "teacher_sha256": teacher["sha256"]}
+            new_meta |= {"teacher": teacher["base"], "teacher_sha256": teacher["sha256"]}
         if lora:
-            saved["lora"] = lora
-            start.save_adapters(run_dir, saved, tensors)
+            new_meta["lora"] = lora
+            start.save_adapters(run_dir, new_meta, tensors)
         # While fp16 skips steps, the weights may have exploded: delete nothing
-        saver.start(run_dir, step, tensors, saved, -1 if scaler.skipped else checkpoints_kept)
+        saver.start(run_dir, step, tensors, new_meta, -1 if scaler.overflow else checkpoints_kept)
     saver.step = step  # on all ranks
 
 
@@ -435,14 +435,14 @@ while True:
     if faults:  # a damaged set ends the run before it is saved
         raise faults[0]
     # Save first: a crash in an evaluation loses nothing
-    leaving = step >= num_iterations or stop_signal.agreed
+    leaving = step >= num_iterations or stop_signal.is_stopping
     at_end = leaving and (save_every >= 0 or save_epochs)  # the last pass may end short
     if (at_end or due(save_every) or ends_epoch()) and step != saver.step:
         save()
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves
     validates = due(eval_every, first=0)  # step 0: what an untrained model gets
-    if not stop_signal.agreed and (validates or due(fid_every) or due(sample_every)):
+    if not stop_signal.is_stopping and (validates or due(fid_every) or due(sample_every)):
         figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
         with suppress(Stopped), uncompiled(), autocast:
@@ -456,19 +456,19 @@ while True:
                     figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)  # averages lag
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
                 if due(fid_every):
-                    measured = measure_samples(raw_model, process, sample_settings, device_batch_size)
-                    figures |= {f"val/{name}": value for name, value in measured.items()}
+                    qualities = measure_samples(raw_model, process, sample_settings, device_batch_size)
+                    figures |= {f"val/{name}": value for name, value in qualities.items()}
                 if due(sample_every):  # the vibe check: the same noise and classes each time
-                    shown = val_set or train_set
-                    grid = sample_grid(raw_model, process, shown, codec, sample_settings, device_batch_size)
+                    image_set = val_set or train_set
+                    grid = sample_grid(raw_model, process, image_set, codec, sample_settings, device_batch_size)
                     log.grid(grid, step)
-        if stop_signal.agreed:  # a signal has ended this, which is repeated on resume
+        if stop_signal.is_stopping:  # a signal has ended this, which is repeated on resume
             continue
         if figures:
             print0(log.evaluation(step, figures))
 
     if ddp_rank == 0 and (leaving or validates or due(sample_every)):
-        from nanodiff.web.report import refresh_report  # a door
+        from nanodiff.web.report import refresh_report  # a lazy import
 
         report_due = refresh_report(run_dir, 0.0 if leaving else report_due)
     if leaving:
@@ -515,7 +515,7 @@ while True:
     step_t, step_losses = meter.losses()  # of this rank's images
 
     # Exchange: each rank gets the average gradient of its share of the parameters; a stop signal travels with the norm
-    norm = optim.sync_grads(stop_signal.received) * scaler.inv_scale  # global L2 norm, on the device
+    norm = optim.sync_grads(stop_signal.number) * scaler.inv_scale  # global L2 norm, on the device
     overflow = scaler.enabled and not norm.isfinite()  # fp16: the step is skipped, the loss scale halved
 
     # Update: each rank its share; all-gathers end before the blocks that read them
@@ -528,7 +528,7 @@ while True:
         optim.step(grad_scale=clip * scaler.inv_scale)
         ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights
     # The host waits for the norm while the GPU updates. At a NaN no weight has changed: the run ends (fp16 goes on)
-    grad_norm, stop_signal.agreed = optim.read_norm()
+    grad_norm, stop_signal.is_stopping = optim.read_norm()
     grad_norm *= scaler.inv_scale
     if not math.isfinite(grad_norm) and not scaler.can_skip:
         fault = f"step {step}: loss {loss.item() * grad_accum_steps:g}, gradient not finite ({optim.not_finite()})"
@@ -557,4 +557,4 @@ while True:
 
 loader.close()
 saver.wait()
-end(log, step, progress["train_time_s"], device, saved=saver.step == step)
+end(log, step, progress["train_time_s"], device, has_checkpoint=saver.step == step)

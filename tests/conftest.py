@@ -66,8 +66,8 @@ def run_script(monkeypatch):
     def run(name, *args):
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
         monkeypatch.setattr("nanodiff.device.measured_peak", lambda device, dtype: 1e11)  # which takes 0.2 s
-        monkeypatch.setattr("nanodiff.dist.stop_signal.received", 0)  # as in a new process
-        monkeypatch.setattr("nanodiff.dist.stop_signal.agreed", 0)
+        monkeypatch.setattr("nanodiff.dist.stop_signal.number", 0)  # as in a new process
+        monkeypatch.setattr("nanodiff.dist.stop_signal.is_stopping", 0)
         done = runpy.run_module(f"scripts.{name}", run_name="__main__")
         if done.get("lock"):
             done["lock"].close()  # as the end of the process would

@@ -162,7 +162,7 @@ def signal_in_a_batch(rank):
     except Stopped:
         pass
     leave_together()
-    return begun, stop_signal.agreed
+    return begun, stop_signal.is_stopping
 
 
 def test_a_signal_to_one_rank_ends_the_batches_of_all():

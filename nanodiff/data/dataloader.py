@@ -27,25 +27,25 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
     half = np.uint64(max(1, (bits + 1) // 2))
     low = np.uint64(2 ** int(half) - 1)
     keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
-    found = np.array(positions, np.uint64)
-    beyond = np.arange(len(found))
+    result = np.array(positions, np.uint64)
+    beyond = np.arange(len(result))
     while len(beyond):
-        left = found[beyond] >> half
-        right = found[beyond] & low
+        upper = result[beyond] >> half
+        lower = result[beyond] & low
         for k in keys:
-            mixed = (right ^ k) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = (mixed ^ mixed >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
-            left, right = right, left ^ (mixed >> np.uint64(32) & low)
-        found[beyond] = left << half | right
-        beyond = beyond[found[beyond] >= num]
-    return found.astype(np.int64)
+            mix = (lower ^ k) * np.uint64(0x9E3779B97F4A7C15)
+            mix = (mix ^ mix >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+            upper, lower = lower, upper ^ (mix >> np.uint64(32) & low)
+        result[beyond] = upper << half | lower
+        beyond = beyond[result[beyond] >= num]
+    return result.astype(np.int64)
 
 
 @functools.lru_cache(1)  # 70 ms per epoch of 1e8 images
 def shuffled_buckets(num_batches: tuple[int, ...], key: tuple[int, ...]) -> np.ndarray:
     """The bucket that each batch of an epoch draws from, given the number of batches per bucket."""
-    bucket_of = np.repeat(np.arange(len(num_batches)), num_batches)
-    return bucket_of[shuffled(np.arange(len(bucket_of)), len(bucket_of), key)]
+    buckets = np.repeat(np.arange(len(num_batches)), num_batches)
+    return buckets[shuffled(np.arange(len(buckets)), len(buckets), key)]
 
 
 @dataclass
@@ -122,11 +122,11 @@ class DataLoader:
         epoch = step * self.total_batch_size // len(self.dataset)  # or a later one, as left-overs delay batches
         while batches(epoch + 1).sum() <= step:
             epoch += 1
-        before = batches(epoch)
-        order = shuffled_buckets(tuple(batches(epoch + 1) - before), (self.seed, epoch, len(counts)))
-        place = step - before.sum()  # among this epoch's batches
+        past_batches = batches(epoch)
+        order = shuffled_buckets(tuple(batches(epoch + 1) - past_batches), (self.seed, epoch, len(counts)))
+        place = step - past_batches.sum()  # among this epoch's batches
         number = order[place]
-        return int(number), int(before[number] + np.count_nonzero(order[:place] == number))
+        return int(number), int(past_batches[number] + np.count_nonzero(order[:place] == number))
 
     def _read_ahead(self) -> None:
         self._ahead.append(self._thread.submit(self._read, next(self._numbers)))

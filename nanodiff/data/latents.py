@@ -27,32 +27,32 @@ class Latents(Pixels):
 
     def accept(self, dataset):
         """Accept latents of this autoencoder, or images, which are then encoded on the fly."""
-        stored = dataset.meta.get("latents")
-        if not stored:
+        latents = dataset.meta.get("latents")
+        if not latents:
             check_sides(dataset, self.downsample)
             super().accept(dataset, kind="images", channels=3, resolution=self.image_size)
             self.keep_loaded()
             self.info["parts"] = self.autoencoder.parts
             return
-        if stored["sha256"] != self.info["sha256"]:
-            wanted = self.info["autoencoder"]
-            raise UserError(f"{dataset.name!r} holds latents of {stored['autoencoder']}, the model wants {wanted}'s")
-        super().accept(dataset, channels=self.shape[0] * stored["parts"] * stored["copies"])
-        self.info["parts"] = stored["parts"]
-        self.info["copies"] = stored["copies"]
+        if latents["sha256"] != self.info["sha256"]:
+            vae_name = self.info["autoencoder"]
+            raise UserError(f"{dataset.name!r} holds latents of {latents['autoencoder']}, the model wants {vae_name}'s")
+        super().accept(dataset, channels=self.shape[0] * latents["parts"] * latents["copies"])
+        self.info["parts"] = latents["parts"]
+        self.info["copies"] = latents["copies"]
         if self.path != self.info["path"]:  # refuse another autoencoder now
             self.decoder()
 
-    def to_x0(self, stored, flip=None, randn_like=None):
-        if stored.dtype == torch.uint8:
-            with no_autocast(stored):
-                mean, std = self.autoencoder.encode(to_model_range(stored, flip))
+    def to_x0(self, batch, flip=None, randn_like=None):
+        if batch.dtype == torch.uint8:
+            with no_autocast(batch):
+                mean, std = self.autoencoder.encode(to_model_range(batch, flip))
         else:
             sizes = (self.info["copies"], self.info["parts"], -1)
-            copies = stored.float().unflatten(1, sizes)  # (N, copies, parts, C, h, w)
+            copies = batch.float().unflatten(1, sizes)  # (N, copies, parts, C, h, w)
             latent = copies[:, 0]  # (N, parts, C, h, w)
             if flip is not None:
-                flip = flip.to(stored.device).view(-1, 1, 1, 1, 1)
+                flip = flip.to(batch.device).view(-1, 1, 1, 1, 1)
                 latent = torch.where(flip, copies[:, 1], latent)
             mean = latent[:, 0]
             std = latent[:, -1]
@@ -93,7 +93,7 @@ class Latents(Pixels):
             if model.latent_channels != self.shape[0]:
                 raise UserError(f"{model.name} has {model.latent_channels} latent channels, the model {self.shape[0]}")
         except UserError as error:
-            raise UserError(f"{error}; samples need --autoencoder=PATH, as images do that are encoded") from None
+            raise UserError(f"{error}; samples need --autoencoder=PATH; encoding images needs it too") from None
         return model.to(self.device)
 
 

@@ -31,12 +31,12 @@ def from_stored(rows: dict, description: dict, flip=None, device=None) -> Tensor
     if "given" in cond:
         cond["given"] = to_model_range(cond["given"], flip)
     for name in NUMBERS.keys() & cond & description.keys():
-        stored = cond[name]
+        values = cond[name]
         facts = description[name]
-        mean, std = torch.tensor([facts["mean"], facts["std"]]).to(stored.device, non_blocking=True)  # (D,) each
-        normal = (stored.float() - mean) / std
-        if stored.ndim == 3:
-            normal[~stored.any(2)] = 0
+        mean, std = torch.tensor([facts["mean"], facts["std"]]).to(values.device, non_blocking=True)  # (D,) each
+        normal = (values.float() - mean) / std
+        if values.ndim == 3:
+            normal[~values.any(2)] = 0
         cond[name] = normal
     return cond
 
@@ -74,23 +74,23 @@ class Pixels:
         u = (number // 8 + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly
         return self.shapes[np.searchsorted(self.counts / self.counts[-1], u, side="right")]
 
-    def accept(self, dataset, **others) -> None:
-        """Prepare to read a set. UserError unless its description agrees with the model's; `others`: values in which
+    def accept(self, dataset, **overrides) -> None:
+        """Prepare to read a set. UserError unless its description agrees with the model's; `overrides`: values in which
         the stored form differs."""
-        wanted = self.description | others
-        found = dataset.description
+        model_info = self.description | overrides
+        data_info = dataset.description
         for key in ("kind", "channels", "resolution", "range", *FACTS[1:]):  # classes are matched by name
-            has = found.get(key) or 0
-            wants = wanted.get(key) or 0
+            has = data_info.get(key) or 0
+            wants = model_info.get(key) or 0
             if has != wants:
                 raise UserError(f"data={dataset.name!r} has {key} {has}, the model wants {wants}")
 
-    def to_x0(self, stored, flip=None, randn_like=None) -> Tensor:
+    def to_x0(self, batch, flip=None, randn_like=None) -> Tensor:
         """What the data set stores -> x0, fp32; mirrored where `flip` (N,) is True.
 
         Latents are distributions: `randn_like` (as torch's) draws a sample; None takes the mean.
         """
-        return to_model_range(stored, flip)
+        return to_model_range(batch, flip)
 
     def read(self, dataset, ids, randn_like=None):
         """x0 (N, C, H, W) of images of a set, and their conditions as models take them."""

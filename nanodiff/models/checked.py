@@ -29,12 +29,12 @@ class Checked:
         self.raw = raw
         self.model = model  # compiled: raw itself, if its blocks are
         self.config = raw.config
-        self.known = set()  # kinds of batches checked; each has its own code
+        self.kinds = set()  # kinds of batches checked; each has its own code
 
     def __call__(self, x_t, t, **cond):
         kind = (x_t.shape, torch.is_grad_enabled(), *cond)
-        if kind not in self.known:
-            self.known.add(kind)
+        if kind not in self.kinds:
+            self.kinds.add(kind)
             self.check(x_t, t, cond)
         return self.model(x_t, t, **cond)
 
@@ -42,7 +42,7 @@ class Checked:
         """Compare the code for batches like this one; replace it where it is wrong."""
         device = x_t.device.type
         # 32 units of the last place: bf16's are 1/128, TF32's 1/1024
-        allowed = 0.25 if torch.is_autocast_enabled(device) else 0.03
+        tolerance = 0.25 if torch.is_autocast_enabled(device) else 0.03
         off = 0.0
         failure = ""
         try:
@@ -53,9 +53,9 @@ class Checked:
         reports = from_first_rank(gather_objects((off, failure)), "the check of compiled code")
         reason = next((failure for _, failure in reports if failure), "")
         if not reason:
-            is_right = all(off <= allowed for off, _ in reports)  # NaN is wrong, too
+            is_right = all(off <= tolerance for off, _ in reports)  # NaN is wrong, too
             verdict = "right" if is_right else "wrong here"
-            print0(f"compiled code is {verdict}: {off:.2g} from eager outputs and gradients (allowed: {allowed})")
+            print0(f"compiled code is {verdict}: {off:.2g} from eager outputs and gradients (allowed: {tolerance})")
             if is_right:
                 return
             if device == "cpu" and config.cpp.simdlen != 256:

@@ -30,14 +30,14 @@ def memory_line(model, optim, ema, images: int) -> str:
     A compiled DiT in bf16 has 39 bytes of activations per token, channel and block, measured on an H100 (d12, d24).
     """
     config = model.config
-    what = "weights, gradients, optimizer and averages"
+    contents = "weights, gradients, optimizer and averages"
     counts = [p.numel() * (1 + p.requires_grad) for p in model.parameters()]
     counts += [x.numel() for buffer in optim.buffers for x in buffer.state.values()]
     counts += [x.numel() for average in ema.averages.values() for x in average]
     if hasattr(config, "width") and not config.checkpointing:
-        what += ", and activations"
+        contents += ", and activations"
         counts.append(39 * images * config.num_tokens * config.width * config.depth // 4)
-    return f"memory, estimated: {4 * sum(counts) / 2**30:.1f} GiB: {what}"
+    return f"memory, estimated: {4 * sum(counts) / 2**30:.1f} GiB: {contents}"
 
 
 def automatic_batch(model, process, shape: tuple, autocast, share: int) -> int:
@@ -46,11 +46,11 @@ def automatic_batch(model, process, shape: tuple, autocast, share: int) -> int:
     if next(model.parameters()).device.type != "cuda":
         return max(n for n in sizes if n <= 64)
     torch.cuda.set_per_process_memory_fraction(MEMORY_TRIED)
-    found = largest_batch(model, process, shape, autocast, sizes)
+    largest = largest_batch(model, process, shape, autocast, sizes)
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.reset_peak_memory_stats()  # the run reports its own peak
-    return found
+    return largest
 
 
 def largest_batch(model, process, shape: tuple, autocast, sizes: list[int]) -> int:

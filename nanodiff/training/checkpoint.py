@@ -111,9 +111,9 @@ class Saver:
     def check(self, waiting: bool = False) -> None:
         """Report a save that has ended (`waiting`: wait for its end), or raise its error. Call at every step."""
         if self.running and (waiting or self.running.done()):
-            saved = self.running
+            task = self.running
             self.running = None
-            print0(f"saved {saved.result()}")
+            print0(f"saved {task.result()}")
             free_host_memory()  # of the copies
 
     @collective("the end of rank 0's save")
@@ -125,27 +125,27 @@ class Saver:
 
 def list_checkpoints(run_dir: Path, pattern: str = "checkpoints/step_*"):
     """(step, folder) of every checkpoint, oldest first, not verified. Another `pattern` may also find grids."""
-    found = []
+    checkpoints = []
     for path in run_dir.glob(pattern):
         if match := re.fullmatch(r"step_(\d{6,})", path.stem):
-            found.append((int(match[1]), path))
-    return sorted(found)
+            checkpoints.append((int(match[1]), path))
+    return sorted(checkpoints)
 
 
 def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
     """The newest intact checkpoint, or that of a step; None if the run has none. Reports and skips corrupt ones."""
-    found = list_checkpoints(run_dir)
+    checkpoints = list_checkpoints(run_dir)
     if step != "newest":
-        steps = ", ".join(str(s) for s, _ in found) or "none"
-        found = [(s, path) for s, path in found if s == int(step)]
-        if not found:
+        steps = ", ".join(str(s) for s, _ in checkpoints) or "none"
+        checkpoints = [(s, path) for s, path in checkpoints if s == int(step)]
+        if not checkpoints:
             raise UserError(f"{run_dir} has no checkpoint of step {step}; it has: {steps}")
-    for _, path in reversed(found):
+    for _, path in reversed(checkpoints):
         fault = why_corrupt(path)
         if not fault:
             return path
         print0(f"corrupt checkpoint skipped: {path}: {fault}")
-    if found:
+    if checkpoints:
         raise UserError(f"no intact checkpoint in {run_dir}/checkpoints; move the corrupt ones away to start over")
     return None
 
@@ -158,10 +158,10 @@ def find_weights(run_dir: Path, step: int | str = "newest", ema: str = "") -> Pa
             f"{run_dir} is no run with a checkpoint; to load a file of weights in it, name the file; "
             f"it has {', '.join(sorted(os.listdir(run_dir)))[:300] or 'nothing'}"
         )
-    kept = [*map(str, load_meta(checkpoint)["ema_rates"]), "raw"]
-    ema = ema or kept[0]
-    if ema not in kept:
-        raise UserError(f"ema={ema!r} was not kept by this run; it has: {', '.join(kept)}")
+    averages = [*map(str, load_meta(checkpoint)["ema_rates"]), "raw"]
+    ema = ema or averages[0]
+    if ema not in averages:
+        raise UserError(f"ema={ema!r} was not kept by this run; it has: {', '.join(averages)}")
     return checkpoint / ("model.safetensors" if ema == "raw" else f"ema_{ema}.safetensors")
 
 
@@ -228,14 +228,16 @@ def way_back(run_dir: Path, step: int, is_compiled: bool) -> str:
         return "try --compile=False" if is_compiled else "try --dtype=float32"
     lowest, sane = math.inf, 0
     with contextlib.suppress(FileNotFoundError):
-        for found in re.finditer(r'{"step": (\d+)\b.*"train/loss": ([^,}]+)', (run_dir / "metrics.jsonl").read_text()):
-            loss = float(found[2])
+        for match in re.finditer(r'{"step": (\d+)\b.*"train/loss": ([^,}]+)', (run_dir / "metrics.jsonl").read_text()):
+            loss = float(match[2])
             lowest = min(lowest, loss)
             if loss < 2 * lowest:
-                sane = int(found[1])
+                sane = int(match[1])
     older = [s for s in intact_steps(run_dir) if s < sane]
-    where = f"--resume={older[-1]}, before the loss grew," if older else "another model_tag, as no checkpoint is older,"
-    return f"give {where} and a lower lr (and muon_lr) or, instead of fp16, --dtype=bfloat16"
+    remedy = "another model_tag, as no checkpoint is older,"
+    if older:
+        remedy = f"--resume={older[-1]}, before the loss grew,"
+    return f"give {remedy} and a lower lr (and muon_lr) or, instead of fp16, --dtype=bfloat16"
 
 
 def trim_metrics(path: Path, step: int) -> None:

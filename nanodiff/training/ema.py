@@ -13,12 +13,12 @@ from nanodiff.training.shard import Optimizer
 def parse_rates(rates: str) -> tuple[float, ...]:
     """(0.999, 0.9999) from "0.999,0.9999"; () from ""."""
     try:
-        parsed = [float(rate) for rate in rates.split(",") if rates]
+        numbers = [float(rate) for rate in rates.split(",") if rates]
     except ValueError:
-        parsed = [0.0]
-    if not all(0 < rate < 1 for rate in parsed):
+        numbers = [0.0]
+    if not all(0 < rate < 1 for rate in numbers):
         raise UserError(f"ema_rates={rates!r}; accepted: numbers between 0 and 1, comma-separated, such as 0.999")
-    return tuple(dict.fromkeys(parsed))
+    return tuple(dict.fromkeys(numbers))
 
 
 class EMA:
@@ -40,10 +40,10 @@ class EMA:
         self.ramp = ramp
         self.optim = optim
         self.buffers = optim.buffers
-        kept = model.state_dict()  # of a model with adapters, only what learns
-        self.frozen = {name: p for name, p in model.named_parameters() if name in kept and not p.requires_grad}
-        self.weights = [buffer.own for buffer in self.buffers]
-        self.averages = {rate: [own.clone() for own in self.weights] for rate in self.rates}
+        state = model.state_dict()  # of a model with adapters, only what learns
+        self.frozen = {name: p for name, p in model.named_parameters() if name in state and not p.requires_grad}
+        self.weights = [buffer.weights for buffer in self.buffers]
+        self.averages = {rate: [x.clone() for x in self.weights] for rate in self.rates}
 
     def update(self, step: int) -> None:
         """Average in the weights after optimizer step number `step` (1, 2, ...)."""
@@ -62,7 +62,7 @@ class EMA:
         """
         training = model.training
         self.optim.wait_weights()
-        saved = [buffer.flat.clone() for buffer in self.buffers]
+        weights = [buffer.flat.clone() for buffer in self.buffers]
         if self.rates:
             with collective("the all-gather of the averaged weights"):
                 for buffer, average in zip(self.buffers, self.averages[self.rates[0]]):
@@ -74,7 +74,7 @@ class EMA:
         finally:
             torch.clear_autocast_cache()
             model.train(training)
-            for buffer, flat in zip(self.buffers, saved):
+            for buffer, flat in zip(self.buffers, weights):
                 buffer.flat.copy_(flat)
 
     @collective("the all-gather of the averaged weights")
@@ -82,15 +82,15 @@ class EMA:
         """A collective: {"ema_0.999": {name: average, on the CPU}}; complete only on rank 0."""
         state = {}
         for rate, averages in self.averages.items():
-            named = host_copy(self.frozen)
+            tensors = host_copy(self.frozen)
             for buffer, average in zip(self.buffers, averages):
-                named |= buffer.named(average)
-            state[f"ema_{rate}"] = named
+                tensors |= buffer.tensors(average)
+            state[f"ema_{rate}"] = tensors
         return state
 
     def load_state_dict(self, state: dict) -> None:
         """Load a state_dict's averages; a rate that it lacks starts from the weights."""
         for rate, averages in self.averages.items():
-            named = state.get(f"ema_{rate}")
+            tensors = state.get(f"ema_{rate}")
             for buffer, average in zip(self.buffers, averages):
-                average.copy_(buffer.share_of(named) if named else buffer.own)
+                average.copy_(buffer.share_of(tensors) if tensors else buffer.weights)

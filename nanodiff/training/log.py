@@ -26,8 +26,8 @@ from nanodiff.training.checkpoint import go_back, trim_metrics, way_back
 def quartile_sums(t, values, weight, process) -> Tensor:
     """(2, 4) fp32: the sums of weight * values (N,) and of weight (N,) in each quarter of the range of t (N,)."""
     quarter = (unit(t, process) * 4).long().clamp(max=3)
-    weighted = torch.stack([weight * values.detach(), weight])  # (2, N)
-    return weighted.new_zeros(2, 4).index_add(1, quarter, weighted)
+    terms = torch.stack([weight * values.detach(), weight])  # (2, N)
+    return terms.new_zeros(2, 4).index_add(1, quarter, terms)
 
 
 @dataclass
@@ -65,8 +65,8 @@ class Meter:
         rank, _, world = get_dist()
         if state:
             self.num_images = state[0]["images"]
-        for other in state[rank::world]:
-            for name, x in other["sums"].items():
+        for rank_state in state[rank::world]:
+            for name, x in rank_state["sums"].items():
                 self.sums[name] += x.to(self.device)
 
     def start_step(self, passes: int) -> None:
@@ -151,13 +151,13 @@ class Meter:
     def mean_losses(self) -> dict[str, float]:
         """{"train/loss": weighted mean over ranks and steps, "train/loss_q0": the same in the first quarter of t, ...};
         also of the other terms."""
-        found = {}
+        means = {}
         for name, sums in self.sums.items():
-            weighted, weights = over_ranks(sums.cpu().double())
-            found[f"train/{name}"] = float(weighted.sum()) / self.num_images
-            for i, mean in enumerate((weighted / weights).tolist()):  # NaN without images
-                found[f"train/{name}_q{i}"] = mean
-        return found
+            totals, weights = over_ranks(sums.cpu().double())
+            means[f"train/{name}"] = float(totals.sum()) / self.num_images
+            for i, mean in enumerate((totals / weights).tolist()):  # NaN without images
+                means[f"train/{name}_q{i}"] = mean
+        return means
 
     def console(self, line: dict, num_iterations: int) -> str:
         """The line to print. The minutes left include the evaluations still to come, that of this step too."""
@@ -203,17 +203,17 @@ def check_wandb(run: str) -> None:
             raise wandb.Error("no API key here")
 
 
-def record(path: Path, described: dict, step: int) -> None:
+def record(path: Path, run_info: dict, step: int) -> None:
     """Write config.json. A run that resumes with other settings appends them to its list "changes"."""
-    past = described | {"changes": []}
-    last = described["config"]
+    past = run_info | {"changes": []}
+    last = run_info["config"]
     if step and path.exists():
         try:
             past |= read_json(path)
             last = [past, *past["changes"]][-1]["config"]
         except UserError as error:
             print0(f"{error}: written anew")
-    now = {key: described[key] for key in ("config", "num_iterations", "environment")} | {"step": step}
+    now = {key: run_info[key] for key in ("config", "num_iterations", "environment")} | {"step": step}
     if last | {"resume": ""} != now["config"] | {"resume": ""}:
         past["changes"].append(now)
     write_json(path, past)
@@ -222,21 +222,21 @@ def record(path: Path, described: dict, step: int) -> None:
 class RunLog:
     """Writes config.json, metrics.jsonl and samples/ from rank 0, and the same to wandb unless run="dummy".
 
-    `described` goes into config.json, with the machine and the defaults of the changed settings. `progress` keeps
+    `run_info` goes into config.json, with the machine and the defaults of the changed settings. `progress` keeps
     wandb's id of the run for a resume.
     """
 
-    def __init__(self, run: str, run_dir: Path, device, described: dict, step: int, progress: dict):
+    def __init__(self, run: str, run_dir: Path, device, run_info: dict, step: int, progress: dict):
         self.run_dir = run_dir
         self.file = None
         self.wandb = None
         if not is_first_rank():
             return
-        config = described["config"]
-        changed = {key: value for key, value in config.defaults.items() if config[key] != value}
+        config = run_info["config"]
+        changes = {key: value for key, value in config.defaults.items() if config[key] != value}
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-        described = described | {"changed_from": changed, "environment": environment(device)}
-        record(run_dir / "config.json", described, step)
+        run_info = run_info | {"changed_from": changes, "environment": environment(device)}
+        record(run_dir / "config.json", run_info, step)
         if config["resume"].isdigit():
             go_back(run_dir, step)
         trim_metrics(run_dir / "metrics.jsonl", step)
@@ -260,19 +260,19 @@ class RunLog:
         if self.wandb:
             self.wandb.log(finite, step=finite["step"])
 
-    def evaluation(self, step: int, found: dict) -> str:
+    def evaluation(self, step: int, figures: dict) -> str:
         """Log an evaluation's figures, val/... -> the line to print. One that is not finite ends the run, except in a
         quarter of t without images."""
-        self.metrics({"step": step} | found)
-        for key, x in found.items():
+        self.metrics({"step": step} | figures)
+        for key, x in figures.items():
             if "loss_q" not in key and not math.isfinite(x):
                 raise FloatingPointError(f"step {step}: {key} is {x}; {way_back(self.run_dir, step, False)}")
-        shown = {key.removeprefix("val/"): f"{x:.4f}" for key, x in found.items() if math.isfinite(x)}
-        quarters = [shown.pop(f"loss_q{i}", "-") for i in range(4)]
-        if "loss_ema" in shown:
-            means = f"{shown.pop('loss_ema')} (raw weights {shown.pop('loss', '-')})"
-            shown = {"val loss": means, "by t, image to noise:": " ".join(quarters)} | shown
-        return f"step {step:,} | {' | '.join(map(' '.join, shown.items()))}"
+        texts = {key.removeprefix("val/"): f"{x:.4f}" for key, x in figures.items() if math.isfinite(x)}
+        quarters = [texts.pop(f"loss_q{i}", "-") for i in range(4)]
+        if "loss_ema" in texts:
+            means = f"{texts.pop('loss_ema')} (raw weights {texts.pop('loss', '-')})"
+            texts = {"val loss": means, "by t, image to noise:": " ".join(quarters)} | texts
+        return f"step {step:,} | {' | '.join(map(' '.join, texts.items()))}"
 
     def grid(self, grid, step: int) -> None:
         """Write a picture (H, W, 3) uint8 to samples/ and wandb."""
@@ -290,17 +290,17 @@ class RunLog:
         print0(f"samples: {path}")
 
 
-def end(log: RunLog, step: int, train_time_s: float, device: torch.device, saved: bool) -> None:
-    """Print a summary, and leave together with the other ranks. `saved`: this step has a checkpoint."""
+def end(log: RunLog, step: int, train_time_s: float, device: torch.device, has_checkpoint: bool) -> None:
+    """Print a summary, and leave together with the other ranks. `has_checkpoint`: this step is saved."""
     number = stop_signal.agree()
     if log.wandb:
         log.wandb.finish()
     if number:
-        how = "the same command resumes" if saved else "nothing was saved (save_every=-1)"
-        print0(f"stopped by signal {number} after step {step}: {how}")
+        outcome = "the same command resumes" if has_checkpoint else "nothing was saved (save_every=-1)"
+        print0(f"stopped by signal {number} after step {step}: {outcome}")
     memory = f"{peak_memory_gb(device):.1f} GiB of memory at the peak"
     print0(f"{step:,} steps in {train_time_s / 60:.1f} minutes of training, {memory}")
-    sample = f"; to sample: python -m scripts.sample --model={shlex.quote(log.run_dir.name)}" if saved else ""
+    sample = f"; to sample: python -m scripts.sample --model={shlex.quote(log.run_dir.name)}" if has_checkpoint else ""
     print0(f"everything is in {log.run_dir}{sample}")
     leave_together()
     if number:

@@ -106,11 +106,11 @@ class AdamW:
     def update(self, group: dict, step: int, finite, *tensors) -> None:
         """Update weights of any shape, exp_avg and exp_avg_sq by gradients, at step 1, 2, ... if `finite`. `tensors`:
         weights, gradients, exp_avg, exp_avg_sq."""
-        before = torch.full((), step - 1.0, device=finite.device)  # fp32; the kernel adds 1
+        past_steps = torch.full((), step - 1.0, device=finite.device)  # fp32; the kernel adds 1
         adamw(
             *([x] for x in tensors),
             [],  # maxima, for amsgrad
-            [before],
+            [past_steps],
             fused=True,
             found_inf=(~finite).float(),  # skips the update
             amsgrad=False,
@@ -163,7 +163,7 @@ class LossScaler:
 
     enabled: bool
     lg_loss_scale: float = 20.0
-    skipped: bool = False  # was the last step?
+    overflow: bool = False  # in the last step
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * 2.0**self.lg_loss_scale if self.enabled else loss
@@ -181,4 +181,4 @@ class LossScaler:
         if not self.enabled:
             return
         self.lg_loss_scale += -1.0 if overflow else 0.001
-        self.skipped = overflow
+        self.overflow = overflow

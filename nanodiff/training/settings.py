@@ -32,19 +32,19 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
     `config` is a configurator.Config. A setting missing from the checkpoint had its default.
     """
     tag = checkpoint.parents[1].name
-    changed = {}
+    changes = {}
     for key, value in config.items():
         was = meta["config"].get(key, config.defaults[key])
         # 0 steps train nothing, 0 images are yet to be derived; -1 was derived from the other settings of the horizon,
         # which are compared. Older runs did not record what "auto" was
         is_open = key in DERIVED and (value == 0 or was in (-1, "auto"))
         if value != was and not is_open:
-            changed[key] = f"{key}={value!r} (was {was!r})"
+            changes[key] = f"{key}={value!r} (was {was!r})"
     free = FREE - {"cfg_scale", "cfg_interval"} if learns_guidance(config) else FREE
-    fixed = [text for key, text in changed.items() if key not in free | RATES]
+    fixed = [text for key, text in changes.items() if key not in free | RATES]
     if fixed:
         raise UserError(f"{tag} was trained with other settings: {', '.join(fixed)}; use another model_tag")
-    rates = [text for key, text in changed.items() if key in RATES]
+    rates = [text for key, text in changes.items() if key in RATES]
     if rates and config["resume"] == "auto":
         hint = "--model_tag=NAME for a new run, or --resume=changed to continue with them"
         raise UserError(f"{tag} was trained with other settings: {', '.join(rates)}; give {hint}")
@@ -55,7 +55,7 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
         raise UserError(
             f"num_iterations={config['num_iterations']}: {checkpoint} is at step {step}; accepted: {step} or more, or 0"
         )
-    now = f", now with {', '.join(changed.values())}" if changed else ""
+    now = f", now with {', '.join(changes.values())}" if changes else ""
     print0(f"resumed from {checkpoint}{now}")
 
 
@@ -71,7 +71,7 @@ def refuse_useless(config, description: dict, conditions: list[str], is_resumed)
     if config["objective"] == "eps" and config["noise_schedule"] == "cosine" and is_latent and not is_resumed:
         raise UserError("objective=eps on latents draws noise with noise_schedule=cosine; accepted: linear")
     if config["warmup_ratio"] + config["warmdown_ratio"] > 1:
-        raise UserError("warmup_ratio and warmdown_ratio are parts of one run; accepted: a sum up to 1")
+        raise UserError("warmup_ratio and warmdown_ratio must not sum to more than 1")
     can_learn = conditions and config["label_drop"] > 0 and config["cfg_scale"] > 1
     if config["guided_from"] < 1 and not can_learn:
         raise UserError(

@@ -79,7 +79,7 @@ def cut_group(group: dict, world: int) -> list[dict]:
 
 @dataclass(eq=False)
 class Buffer:
-    """Parameters of a group as views of one flat tensor (world * share,); `own` is this rank's share."""
+    """Parameters of a group as views of one flat tensor (world * share,); `weights` is this rank's share."""
 
     group: dict
     rule: object  # Muon or AdamW
@@ -95,11 +95,11 @@ class Buffer:
         self.work = None  # handle of the running reduce-scatter of gradients, or all-gather of weights
         self.offsets, share, batches = plan_buffer(self.params, self.group["kind"], self.world)
         self.batches = batches[self.rank]
-        self.mine = slice(self.rank * share, (self.rank + 1) * share)
+        self.share_slice = slice(self.rank * share, (self.rank + 1) * share)
         self.flat = torch.zeros(self.world * share, device=self.params[0].device)
-        self.own = self.flat[self.mine]
-        self.grad = None  # gradient of `own`, from sync_grads to zero_grad
-        self.state = {key: torch.zeros_like(self.own) for key in self.rule.keeps}
+        self.weights = self.flat[self.share_slice]
+        self.grad = None  # gradient of `weights`, from sync_grads to zero_grad
+        self.state = {key: torch.zeros_like(self.weights) for key in self.rule.keeps}
         for p, view in zip(self.params, self.views(self.flat)):
             p.data = view.copy_(p)
 
@@ -122,13 +122,13 @@ class Buffer:
         if self.world == 1:
             self.grad = full
             return
-        self.grad = torch.empty_like(self.own, dtype=self.grad_dtype)
+        self.grad = torch.empty_like(self.weights, dtype=self.grad_dtype)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in 2.13
         self.work = reduce_scatter(self.grad, full, async_op=True)
 
     def update(self, step: int, finite: Tensor) -> None:
-        """Update `own` by `grad` at step 1, 2, ... if `finite`."""
-        tensors = self.own, self.grad, *self.state.values()
+        """Update `weights` by `grad` at step 1, 2, ... if `finite`."""
+        tensors = self.weights, self.grad, *self.state.values()
         for shape, (start, end) in self.batches.items():
             self.rule.update(self.group, step, finite, *(x[start:end].view(-1, *shape) for x in tensors))
 
@@ -152,19 +152,19 @@ class Buffer:
         self.all_gather(full, share).wait()
         return full
 
-    def named(self, share: Tensor, prefix: str = "") -> Tensors:
+    def tensors(self, share: Tensor, prefix: str = "") -> Tensors:
         """A collective: {prefix + name: part} of every rank's `share`, copied to the CPU; empty except on rank 0."""
         full = self.gathered(share)
         if self.rank > 0:
             return {}
         return host_copy({prefix + name: view for name, view in zip(self.names, self.views(full))})
 
-    def share_of(self, named: Tensors, prefix: str = "") -> Tensor:
-        """The inverse of `named`: this rank's share."""
+    def share_of(self, tensors: Tensors, prefix: str = "") -> Tensor:
+        """The inverse of `tensors`: this rank's share."""
         full = torch.zeros_like(self.flat)
         for name, view in zip(self.names, self.views(full)):
-            view.copy_(named[prefix + name])
-        return full[self.mine]
+            view.copy_(tensors[prefix + name])
+        return full[self.share_slice]
 
 
 class Optimizer:
@@ -253,13 +253,13 @@ class Optimizer:
         shared[0] = norm = shared[0].sqrt() / self.world  # `grad` holds sums over ranks: step() turns them into means
         self.finite = norm.isfinite()
         self.shared = to_host(shared)
-        self.arrived = torch.cuda.current_stream().record_event() if shared.is_cuda else None
+        self.copy_event = torch.cuda.current_stream().record_event() if shared.is_cuda else None
         return norm
 
     def read_norm(self) -> tuple[float, bool]:
         """(norm, whether any rank asked to stop), on the host. Waits for the GPU: call it when work is queued."""
-        if self.arrived:
-            self.arrived.synchronize()
+        if self.copy_event:
+            self.copy_event.synchronize()
         norm, num_stopping = self.shared.tolist()
         return norm, num_stopping > 0
 
@@ -275,7 +275,7 @@ class Optimizer:
         torch._foreach_mul_([buffer.grad for buffer in self.buffers], grad_scale)
         for buffer in self.buffers:
             buffer.update(self.steps, self.finite)
-            buffer.work = buffer.all_gather(buffer.flat, buffer.own)  # while the next buffer and the averages compute
+            buffer.work = buffer.all_gather(buffer.flat, buffer.weights)  # while the next buffer computes
 
     @collective("the all-gather of the weights")
     def wait_weights(self, part=None, *_) -> None:
@@ -308,7 +308,7 @@ class Optimizer:
         state = {"step": self.steps}
         for buffer in self.buffers:
             for key, share in buffer.state.items():
-                state |= buffer.named(share, f"{key}/")
+                state |= buffer.tensors(share, f"{key}/")
         return state
 
     def load_state_dict(self, state: dict) -> None:

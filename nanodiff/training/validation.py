@@ -23,8 +23,8 @@ def shared_batches(val_set, num_images: int, batch_size: int) -> Batches:
 def held_out(model, val_set, codec, ids, seed=0):
     """x0 (n, C, H, W) of these images, the model's conditions, and a generator seeded by the images' indices."""
     generator = StackedGenerator(ids, seed)
-    x0, given = codec.read(val_set, ids, generator.randn_like)
-    return x0, conditioning(model.config, given, x0), generator
+    x0, cond = codec.read(val_set, ids, generator.randn_like)
+    return x0, conditioning(model.config, cond, x0), generator
 
 
 @torch.no_grad()
@@ -36,15 +36,15 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     logit-normal for flow matching and uniform for Gaussian diffusion, whatever training uses; in a `t_range`, uniform.
     """
     n = min(num_images, len(val_set))
-    chosen = val_set.spread(n)
+    val_ids = val_set.spread(n)
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     plain = process if process.is_gaussian else FlowMatching()
-    t_of, _ = make_timesteps("uniform" if t_range else "auto", plain, *t_range).sample(u)  # (n,), as `chosen`
+    t_values, _ = make_timesteps("uniform" if t_range else "auto", plain, *t_range).sample(u)  # (n,), as `val_ids`
 
     def sums_of(ids):
         x0, cond, generator = held_out(model, val_set, codec, ids)
         noise = generator.randn(x0.shape, x0.device)
-        t = t_of[np.searchsorted(chosen, ids)].to(x0.device)
+        t = t_values[np.searchsorted(val_ids, ids)].to(x0.device)
         loss = process.losses(model, x0, t, noise, cond)["loss"]  # (n,)
         return quartile_sums(t, loss, torch.ones_like(loss), process).cpu().double()
 
