@@ -40,7 +40,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
+    return isinstance(error, RuntimeError | OSError) and bool(NO_MEMORY.search(str(error)))
 
 
 def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):

@@ -1,6 +1,7 @@
 """Files: atomic writes that survive a kill, locks, downloads, and reads that fail in one line."""
 
 import argparse
+import errno
 import fcntl
 import glob
 import hashlib
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.common import Progress, UserError, print0
+from nanodiff.common import Progress, UserError, is_out_of_memory, print0
 
 
 def fsync_dir(path: Path) -> None:
@@ -163,16 +164,29 @@ def lock_file(
     return file
 
 
+# Errors of a path. Others with a number are faults of the machine: EIO, ESTALE, EMFILE, EACCES, ENOSPC, ...
+WRONG_PATH = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR)
+
+
+def raise_fault(error: Exception, path: str | Path | None = None) -> None:
+    """If the machine failed, not the file, raise an OSError that names the file; Pillow's own have no number."""
+    code = errno.ENOMEM if is_out_of_memory(error) else getattr(error, "errno", None)
+    if code and code not in WRONG_PATH:
+        raise OSError(code, os.strerror(code), getattr(error, "filename", None) or path) from error
+
+
 @contextmanager
 def reading(path: str | Path, fault: str = "is damaged or truncated"):
-    """Turn any exception into a UserError: on a damaged file, libraries raise nearly every kind."""
+    """Turn an exception into a UserError, as libraries raise nearly every kind on a damaged file; but a fault of the
+    machine into an OSError, so that nobody takes the file for a damaged one."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise UserError(f"no such file: {error.filename or path}") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:
+        raise_fault(error, path)
+        if isinstance(error, FileNotFoundError):
+            raise UserError(f"no such file: {error.filename or path}") from None
+        if isinstance(error, OSError):
+            raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
         with suppress(OSError), open(path, "rb") as file:
             if file.read(30).startswith(b"version https://git-lfs"):
                 raise UserError(f"{path} is only git-lfs's pointer to the file; get it by: git lfs pull") from None

@@ -171,7 +171,7 @@ class Handler(LocalHandler):
         elif self.path == "/runs":
             offered = {}
             for tag, path in list_runs(self.server.first_run).items():
-                with suppress(UserError):  # not offered if it cannot be sampled
+                with suppress(UserError, OSError):  # not offered if it cannot be sampled
                     offered[tag] = describe_run(path)
             self.reply(json.dumps(offered).encode(), "application/json")
         else:

@@ -29,9 +29,10 @@ from nanodiff.common import (
     make_generator,
     print0,
 )
+from nanodiff.data import dataset
 from nanodiff.device import init_device
 from nanodiff.dist import Stopped, StopSignal, collective, gather_batches, leave_together, stop_signal
-from nanodiff.files import write_atomic, writing
+from nanodiff.files import reading, write_atomic, writing
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -95,6 +96,29 @@ def test_errors_of_the_machine_are_one_line_with_advice(capsys):
         with pytest.raises(SystemExit, match=str(code)):
             excepthook(type(error), error, None)
         assert re.fullmatch(rf"error: .*{advice}.*\n", capsys.readouterr().err)
+
+
+FAULTS = [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")]
+FAULTS += [OSError(getattr(errno, code), code) for code in ("EIO", "ESTALE", "EMFILE", "EACCES", "ENOSPC")]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+def test_a_fault_of_the_machine_is_no_damaged_file(fault):
+    with pytest.raises(OSError, match="a.json") as error, reading("a.json"):
+        raise fault
+    assert error.value.errno == getattr(fault, "errno", errno.ENOMEM)
+
+
+def test_a_verifier_whose_machine_fails_does_not_blame_the_file(base, monkeypatch):
+    faults = []
+    for fault in (MemoryError(), OSError(errno.EIO, "EIO")):
+        monkeypatch.setattr(dataset, "sha256_of", Mock(side_effect=fault))
+        errors = dataset.start_verifying(dataset.open_dataset("shapes"))
+        while not errors:
+            time.sleep(0.01)
+        faults += errors
+    assert [fault.errno for fault in faults] == [errno.ENOMEM, errno.EIO]
+    assert all(str(fault.filename).endswith(".npy") for fault in faults)
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])

@@ -286,7 +286,7 @@ def verify(dataset: Dataset) -> tuple[int, int]:
         return len(entries), sum(entry["bytes"] for entry in entries)
 
 
-def start_verifying(dataset: Dataset) -> list[UserError]:
+def start_verifying(dataset: Dataset) -> list[Exception]:
     """A collective: check that all ranks have the same set, then verify it in a thread while training begins. Errors
     are appended to the returned list."""
     faults = []
@@ -298,7 +298,7 @@ def start_verifying(dataset: Dataset) -> list[UserError]:
     def work():
         try:
             verify(dataset)
-        except UserError as error:
+        except (UserError, OSError) as error:
             faults.append(error)
 
     threading.Thread(target=work, daemon=True, name="verifier").start()
