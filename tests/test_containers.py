@@ -67,8 +67,10 @@ def pack(folder, kind):
         return archive(folder, "zip", folder.parent / "all.zip")
     (folder.parent / "tars").mkdir()
     stems = sorted({file.stem for file in folder.iterdir()})
-    for k, some in enumerate(np.array_split(stems, 1 if kind == "0.tar" else 3)):
-        with tarfile.open(folder.parent / "tars" / f"{k}.tar", "w") as tar:
+    suffix = kind[1:] if kind[:2] == "0." else ".tar"
+    mode = suffix.lower().replace(".tar", "w").replace(".", ":")
+    for k, some in enumerate(np.array_split(stems, 1 if kind[:1] == "0" else 3)):
+        with tarfile.open(folder.parent / "tars" / f"{k}{suffix}", mode) as tar:
             for file in sorted(file for file in folder.iterdir() if file.stem in some):
                 tar.add(file, file.name)
     return folder.parent / "tars" / kind
@@ -76,7 +78,7 @@ def pack(folder, kind):
 
 PACKED = [
     *((facts, kind) for facts in (beside, json_beside) for kind in ("folder", "0.tar", "zip", "", "*.tar")),
-    *((facts, kind) for facts in (jsonl, diffsynth, table) for kind in ("folder", "0.tar")),
+    *((facts, kind) for facts in (jsonl, diffsynth, table) for kind in ("folder", "0.tar", "0.tar.bz2", "0.TAR.XZ")),
 ]
 
 
@@ -153,7 +155,7 @@ def test_names_as_windows_macos_and_webdataset_write_them(tmp_path, kind):
     out = report(path, captions=tmp_path / "out.tsv", val_fraction=0)
     assert open_dataset("toy").class_names == ["caf\u00e9", "cat"] and "keys" not in out
     assert "caf\u00e9/a.x.png\twords\n" in (tmp_path / "out.tsv").read_text()
-    assert ("1 .png (no file, or over 256 MB)" in out) == (kind == "folder")
+    assert ("1 .png (no file, over 64 MB, or packed" in out) == (kind == "folder")
 
 
 def test_what_a_table_leaves_open_is_refused(tmp_path):

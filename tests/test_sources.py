@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
-from image_helpers import RNG, everything, prepare, reference_crop, report, write_cifar, write_mnist
+from image_helpers import RNG, everything, prepare, reference_crop, report, write, write_cifar, write_mnist
 from PIL import Image
 
 from nanodiff.data.codec import load_codec, make_codec
@@ -26,11 +26,18 @@ def test_idx_round_trip(tmp_path, pack, suffix):
         found, found_labels = everything(split=split)
         np.testing.assert_array_equal(found, images[:, None])
         assert [int(open_dataset("toy").class_names[label]) for label in found_labels] == labels.tolist()
-    next((tmp_path / "m").glob("train-labels*")).unlink()
+    for file in (tmp_path / "m").iterdir():
+        name = file.name.replace("t10k", "test")
+        file.rename(file.with_name(f"emnist-letters-{name}"))
+    assert "20 train + 6 val" in prepare(tmp_path / "m")
+    write(tmp_path / "m" / "emnist-digits-train-images-idx3-ubyte", b"")
+    refused("holds several sets: emnist-letters-train", prepare, tmp_path / "m")
+    (tmp_path / "m" / "emnist-digits-train-images-idx3-ubyte").unlink()
+    next((tmp_path / "m").glob("*train-labels*")).unlink()
     refused("6. labels for .20, 6. images", prepare, tmp_path / "m")
-    prepare(next((tmp_path / "m").glob("train-images*")), val_fraction=0)  # one file, without labels
+    prepare(next((tmp_path / "m").glob("*train-images*")), val_fraction=0)  # one file, without labels
     assert open_dataset("toy").num_classes == 0 and len(everything()[0]) == 20
-    prepare(next((tmp_path / "m").glob("train-images*")), val_fraction=0, resolution=5)  # scaled like image files
+    prepare(next((tmp_path / "m").glob("*train-images*")), val_fraction=0, resolution=5)  # scaled like image files
     expected = [reference_crop(Image.fromarray(image), 5) for image in sets["train"][0]]
     np.testing.assert_array_equal(everything()[0][:, 0], expected)
 

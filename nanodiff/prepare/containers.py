@@ -1,8 +1,10 @@
 """Folders, tars and zips as streams of their files."""
 
+import bz2
 import functools
 import glob
 import gzip
+import lzma
 import os
 import posixpath
 import re
@@ -16,9 +18,10 @@ from nanodiff.common import print0
 from nanodiff.files import reading
 
 SUFFIXES = tuple(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm".split())
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
-MAX_BYTES = 2**28  # per file in an archive: a zip of 11 MB may hold 2.5 GB of zeros
-NO_FILE = " (no file, or over 256 MB)"  # added to a name, so that it ends like no image's and is ignored
+TAR_SUFFIXES = tuple(".tar .tar.gz .tgz .tar.bz2 .tbz2 .tar.xz .txz".split())
+MAX_BYTES = 2**26  # per file in an archive: a zip of 11 MB may hold 2.5 GB of zeros
+# Added to a name, so that it ends like no image's and is ignored
+NO_FILE = " (no file, over 64 MB, or packed by bzip2 or LZMA)"
 
 
 def cleaned(name: str) -> str:
@@ -64,12 +67,12 @@ def open_folder(path: Path):
             for file in files:
                 file = os.path.join(folder, file)
                 name = cleaned(os.path.relpath(file, path))
-                if not os.path.isfile(file):  # a named pipe would block its reader
+                if not Path(file).is_file():  # a named pipe would block its reader
                     name += NO_FILE
                 found[name] = file
     names = sorted(found)  # so that a sample's files are neighbours
     files = [found[name] for name in names]
-    tars = [file for file in files if file.endswith(TAR_SUFFIXES)]
+    tars = [file for file in files if file.lower().endswith(TAR_SUFFIXES)]
     if tars and not any(is_image(name) for name in names):
         if len(tars) < len(files):
             print0(f"ignored: {len(files) - len(tars):,} files beside the tars")
@@ -82,16 +85,27 @@ def open_folder(path: Path):
 
 
 def open_unzipped(path: str | Path):
-    """A binary file, decompressed as it is read if it is gzipped."""
+    """A binary file; of .gz, .bz2, .xz, judged by the first bytes, what is packed there."""
     with open(path, "rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    opener = gzip.open if is_gzip else open
+        start = file.read(3)
+    opener = {b"\x1f\x8b\x08": gzip.open, b"BZh": bz2.open, b"\xfd7z": lzma.open}.get(start, open)
     return opener(path, "rb")
 
 
+class Header(tarfile.TarInfo):
+    """A tar's header, refused if it announces an extension (a long name, pax records) too large to be one."""
+
+    @classmethod
+    def frombuf(cls, buf, encoding, errors):
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in b"xgXKL" and header.size > MAX_BYTES:
+            raise ValueError(f"a header of {header.size:,} bytes")
+        return header
+
+
 def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> Iterator:
-    """The files of a .tar or .tar.gz as a stream; nothing is extracted to disk. Names begin with the folder `below`."""
-    with reading(path), open_unzipped(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    """The files of a tar as a stream; nothing is extracted to disk. Names begin with the folder `below`."""
+    with reading(path), open_unzipped(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=Header) as tar:
         while (member := tar.next()) is not None:
             name = cleaned(posixpath.join(below, cleaned(member.name)))
             if not member.isreg() or member.size > MAX_BYTES:
@@ -123,14 +137,17 @@ def open_pattern(path: Path):
 def open_zip(path: Path):
     with reading(path):
         archive = zipfile.ZipFile(path)
-    infos = {cleaned(info.filename): info for info in archive.infolist() if not info.is_dir()}
+        infos = {cleaned(info.filename): info for info in archive.infolist() if not info.is_dir()}
 
     def stream(suffixes):
         with reading(path):
             for name, info in sorted(infos.items()):
-                if info.file_size > MAX_BYTES:
+                # zipfile decompresses bzip2 and LZMA, whose numbers are higher, without a limit
+                if info.compress_type > zipfile.ZIP_DEFLATED or info.file_size > MAX_BYTES:
                     name += NO_FILE
-                content = archive.read(info) if name.lower().endswith(suffixes) else None
+                content = None
+                if name.lower().endswith(suffixes):
+                    content = archive.open(info).read(info.file_size)  # not more, whatever is packed
                 yield name, content
 
     return [str(path)], [stream]

@@ -79,11 +79,11 @@ def detect(path: Path) -> str:
         return "cifar10"
     if path.suffix in (".npz", ".npy", ".zip"):
         return path.suffix[1:]
-    if path.name.endswith(TAR_SUFFIXES):
+    if path.name.lower().endswith(TAR_SUFFIXES):
         return "tar"
     if "idx" in path.name:
         return "idx"
-    raise UserError(f"cannot tell what {path} is; give --source=..., one of: {', '.join(SOURCES)}")
+    raise UserError(f"cannot tell what {path} is; unpack it first, or give --source=..., one of: {', '.join(SOURCES)}")
 
 
 def open_source(source: str, path: str, options: Options) -> Source:
@@ -95,8 +95,8 @@ def open_source(source: str, path: str, options: Options) -> Source:
             download(CIFAR10_URL, file, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
     elif source != "shapes" and not (path and (file.exists() or glob.glob(str(file)))):
         raise UserError(
-            f"there is no path={path!r}; accepted: a file, a folder, or a pattern of tars with * or ?, "
-            "as 'web/*.tar' for web/{000..123}.tar; only --source=shapes and cifar10 need none"
+            f"there is no path={path!r} on this machine; accepted: a file, a folder, or a pattern of tars with * "
+            "or ?, as 'web/*.tar' for web/{000..123}.tar; only --source=shapes and cifar10 need none"
         )
     if source == "auto":
         source = detect(file)
@@ -272,11 +272,14 @@ def class_numbers(labels: np.ndarray | None) -> list[str]:
 
 
 def mnist_files(folder: Path) -> dict[str, Path]:
-    """Split -> file of images, by MNIST's names: train-images-idx3-ubyte, t10k-images-idx3-ubyte, perhaps .gz."""
+    """Split -> file of images, by MNIST's and EMNIST's names: train-images-idx3-ubyte, t10k-images-idx3-ubyte,
+    emnist-letters-test-images-idx3-ubyte, perhaps .gz."""
     files = {}
-    for split, start in (("train", "train"), ("val", "t10k")):
-        for path in folder.glob(f"{start}-images?idx3*"):
-            files[split] = path
+    for path in sorted(folder.glob("*images?idx3*"), reverse=True):  # train first
+        split = "train" if "train" in path.name else "val"
+        first = files.setdefault(split, path)
+        if not path.name.startswith(first.name[:10]):
+            raise UserError(f"{folder} holds several sets: {first.name}, {path.name}; give --path=FILE")
     return files
 
 
@@ -326,7 +329,7 @@ def open_arrays(path: Path, channels_axis: int = -1) -> tuple[np.ndarray, np.nda
     None; protocol.
 
     An .npz may have class numbers in `labels` or, as ADM's, in `arr_1`; and scripts/sample.py's `protocol`."""
-    with reading(path):
+    with reading(path, "is damaged or truncated, or holds no numbers"):
         file = load_arrays(path, "arr_0")
         if "arr_0" not in file:
             raise UserError(f"{path} has the arrays {', '.join(file)}; accepted: arr_0 and labels")
@@ -338,7 +341,7 @@ def open_arrays(path: Path, channels_axis: int = -1) -> tuple[np.ndarray, np.nda
     is_picture = images.ndim == 3 and images.shape[2] < 5 <= images.shape[1]  # one, (H, W, C)
     is_channels_first = images.ndim == 4 and channels_axis < 0 and images.shape[1] < 5 <= images.shape[3]
     is_odd = is_picture or is_channels_first or images.ndim not in (3, 4)
-    if is_odd or images.dtype.kind not in "uif" or not len(images):
+    if is_odd or images.dtype.kind not in "uif" or not images.size:
         raise UserError(
             f"{path} holds {images.dtype} of shape {images.shape}; accepted: numbers of shape (N, H, W) or (N, H, W, C)"
         )
@@ -359,7 +362,7 @@ def read_arrays(path: Path, options: Options) -> Source:
     if images.shape[1] != images.shape[2] and not (is_picture or options.latents):
         raise UserError(
             f"{path} holds {images.dtype} of shape {images.shape}; "
-            "accepted: squares, or uint8 with 1 or 3 channels, which can be scaled"
+            "accepted: squares, channels last; or uint8 with 1 or 3 channels, which can be scaled"
         )
     facts = len(images), class_numbers(labels), options
     if is_bytes:
@@ -472,7 +475,7 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
 def add_pairs(source: Source, where: str, scaling: str) -> None:
     """Give each item its second image: from a folder, the file with its path except the suffix; for arrays, a row.
 
-    `scaling`: one of SCALINGS."""
+    `scaling`: nearest or area."""
     path = at(where)
 
     def stem(name):
