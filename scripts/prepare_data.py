@@ -9,7 +9,7 @@ python -m scripts.prepare_data --path=scans.npy --range=-1000,3000              
 python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two       some of the classes
 python -m scripts.prepare_data --verify=photos                                     verifies all files by SHA-256
 
-Transparency becomes white. Folders named train, val or test are splits. Unreadable files are listed in skipped.txt.
+Folders named train, val or test are splits. Unreadable files are listed in skipped.txt.
 After a kill the same command resumes, with any number of workers.
 """
 
@@ -55,6 +55,8 @@ vectors = ""  # vectors to condition a model on: an .npz of image names, matched
 pairs = ""  # second images to condition a model on, such as masks: a folder with a file of the same path as each image,
 #             with any suffix; for arrays an .npy or .npz, in their order. Values 0..255 become -1..1
 pairs_scaling = "nearest"  # nearest|area: how second images are scaled; area for pictures, nearest for masks
+scaling = "bicubic"  # bicubic|nearest|area: how image files are scaled; nearest adds no colours, for sprites
+background = "white"  # white|black|gray: behind transparent parts of images
 aspect_buckets = False  # keep images' shapes: a few sizes of about resolution^2 pixels each, from 9:16 to 16:9
 val_fraction = 0.05  # [0, 0.9]: held out for validation if the source has no split of its own
 seed = 0  # >= 0: seed for choosing held-out images and for drawing shapes
@@ -99,6 +101,7 @@ if not name:
 start = time.perf_counter()
 with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     images_in = open_source(source, path, options)
+    images_in.look = (scaling, background)
     if pairs:
         add_pairs(images_in, pairs, pairs_scaling)
     for condition in NUMBERS:
@@ -117,7 +120,7 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     if "range" in images_in.meta:
         print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.meta["range"]))
     plan = config | {
-        "parts": 2,  # another number whenever make_tasks cuts differently
+        "parts": 3,  # another number whenever make_tasks cuts differently
         "workers": 0,  # the parts do not depend on their number
         "overwrite": False,
         "path": os.path.abspath(path),
@@ -125,30 +128,24 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     }
     writer.resume(plan)
     skipped = images_in.unreadable
-    counts = Counter()
+    losses = Counter()
     first = None
     with Progress(images_in.num_images, "images", "preparing") as bar:
         for note in make_parts(images_in, resolution, writer.folder, workers or cores):
             for group in note["groups"]:
                 first = first or group
                 if not images_in.sizes:
-                    check_size(group["name"], group["shape"][1:], first["name"], first["shape"][1:])
+                    check_size(group["name"], group["shape"][1:], first["shape"][1:])
                 cond = {condition: images_in.arrays[condition][rows] for condition, rows in group["rows"].items()}
                 writer.add(group["split"], group["shard"], y=group["y"], **cond)
             skipped += note["skipped"]
-            counts.update(note["counts"])
-            bar.update(note["counts"]["items"])
+            losses.update(note["losses"])
+            bar.update(note["items"])
     if skipped:
         print0(f"skipped {len(skipped):,} unreadable files (see skipped.txt): {skipped[0]}, ...")
         write_atomic(writer.folder / "skipped.txt", "\n".join([*skipped, ""]).encode())
-    if counts["enlarged"]:
-        print0(f"enlarged {counts['enlarged']:,} images that are smaller than {resolution} pixels")
-    if counts["dark"]:
-        print0(
-            f"nearly black: {counts['dark']:,} images have no value above 63 of 255 (as of 12 bits in a 16-bit file)"
-        )
-    if pairs and not counts["seen"]:
-        print0("no second image has a value above 63 of 255: masks should hold 0 and 255, not 0 and 1")
+    for loss, number in losses.items():
+        print0(f"{loss}: {count(number, 'image', 'images')}")
     if images_in.num_clipped:
         print0(f"clipped {images_in.num_clipped:,} values beyond the range")
 

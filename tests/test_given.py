@@ -13,9 +13,9 @@ from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.png import encode_png
-from nanodiff.prepare.decode import decode
+from nanodiff.prepare.decode import Item, decode
 from nanodiff.sampling.draw import Known
-from nanodiff.sampling.inputs import read_mask, start_from
+from nanodiff.sampling.inputs import decoded_items, read_mask, start_from
 
 SAMPLERS = [("flow", name) for name in FlowMatching.samplers] + [("eps", name) for name in GaussianDiffusion.samplers]
 
@@ -51,6 +51,16 @@ def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
         kept, _, protocol = draw(*given, "--strength=1", f"--mask={tmp_path / 'mask.png'}")
         assert (kept[:, :, :width] == expected[:, :, :width]).all() and "mask.png, SHA-256" in protocol["mask"]
         assert width == 16 or (kept[:, :, width:] != expected[:, :, width:]).any()
+
+
+def test_what_given_images_lose_is_counted(tmp_path, capsys):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    item = Item("a.gif", str(tmp_path / "a.gif"), 0, False)
+    decoded_items("from_images", "a.gif", [item], [(16, 16)])
+    out = capsys.readouterr().out
+    assert "a.gif: first of several frames: 1 image\n" in out
+    assert "a.gif: enlarged, as smaller than the resolution: 1 image\n" in out
 
 
 def test_a_mask_is_cropped_as_its_picture_is(tmp_path):

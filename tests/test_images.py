@@ -1,9 +1,13 @@
 """Images in folders and archives come out as they went in, or by the published crop; unreadable files are skipped."""
 
+import errno
+import gzip
 import io
 import json
 import os
 import resource
+import tarfile
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -15,6 +19,7 @@ from processes import FORK, run_process
 
 from nanodiff.data.dataset import open_dataset
 from nanodiff.png import encode_png
+from nanodiff.prepare import decode as decoding
 from nanodiff.prepare.decode import aspect_ratio, decode
 from nanodiff.prepare.labels import Place, classify, val_mask
 
@@ -97,7 +102,74 @@ def test_unreadable_files_are_skipped_and_named(tmp_path):
         assert reasons.keys() == {*files, "float.tif"}
         assert "PNG" in reasons["text.jpg"] and "unknown" in reasons["float.tif"]
         assert reasons["eps.jpg"] == reasons["text.jpg"]
-        assert "  all 13 images: cat 9, dog 4\n" in out and "enlarged 8 images" in out and "skipped 5 unreadable" in out
+        assert "  all 13 images: cat 9, dog 4\n" in out and "skipped 5 unreadable" in out
+        assert "enlarged, as smaller than the resolution: 8 images" in out
+
+
+FAULTS = [MemoryError(), *(OSError(code, "no luck") for code in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES))]
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+def test_a_fault_of_the_machine_ends_the_preparation(tmp_path, monkeypatch, fault, buckets):
+    """It names the file, if the archive's member is known; rerun, the same command takes all images."""
+    arrays = make_folder(tmp_path / "in")
+    open_image = decoding.open_image
+
+    def failing(payload):
+        if str(payload).endswith("dog/2.png"):
+            raise fault
+        return open_image(payload)
+
+    settings = {"resolution": 16, "val_fraction": 0, "aspect_buckets": buckets}
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="an image" if buckets else "dog/2.png") as error:
+        patch.setattr(decoding, "open_image", failing)
+        prepare(tmp_path / "in", **settings)
+    assert error.value.errno == getattr(fault, "errno", errno.ENOMEM)
+    prepare(tmp_path / "in", **settings)
+    assert len(everything()[0]) == len(arrays)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="a file that no read succeeds on: Linux only")
+def test_a_disk_that_fails_is_no_damaged_image(tmp_path):
+    make_folder(tmp_path / "in")
+    (tmp_path / "in" / "zz.png").symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match=r"zz\.png") as error:
+        prepare(tmp_path / "in", labels="none", resolution=16)
+    assert error.value.errno == errno.EIO
+
+
+def test_what_images_lose_is_counted(tmp_path):
+    """Bits beyond 8, frames after the first, transparency; an image that loses nothing is in no count."""
+    deep = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
+    frames = [Image.fromarray(noise(8, 8, i)) for i in range(3)]
+    clear = Image.fromarray(noise(8, 8)).convert("RGBA")
+    clear.putpixel((0, 0), (9, 9, 9, 0))
+    (tmp_path / "in").mkdir()
+    frames[0].save(tmp_path / "in" / "plain.png")
+    for name in ("deep.png", "deep.tif", "deep.pgm"):
+        Image.fromarray(deep).save(tmp_path / "in" / name)
+    write(tmp_path / "in" / "deep.ppm", b"P6 8 8 65535\n" + noise(8, 16).tobytes())
+    for name in ("frames.gif", "frames.webp", "frames.tif"):
+        frames[0].save(tmp_path / "in" / name, save_all=True, append_images=frames[1:])
+    for name in ("clear.png", "clear.webp"):
+        clear.save(tmp_path / "in" / name, lossless=True)
+    for background, value in (("white", 255), ("black", 0)):
+        out = report(tmp_path / "in", val_fraction=0, background=background)
+        assert "16 bits cut to the upper 8 (an .npy keeps all): 4 images\n" in out
+        assert "first of several frames: 3 images\n" in out
+        assert f"transparency became {background}: 2 images\n" in out
+        assert (everything()[0][:2, :, 0, 0] == value).all()
+
+
+def test_sprites_scaled_by_nearest_keep_their_pixels(tmp_path):
+    """Each pixel becomes 3 x 3 equal ones, in colours of the palette; in the archive alike."""
+    sprite = Image.fromarray(noise(8, 8)).quantize(5)
+    (tmp_path / "in").mkdir()
+    sprite.save(tmp_path / "in" / "a.png")
+    report(tmp_path / "in", resolution=24, scaling="nearest", val_fraction=0)
+    expected = np.asarray(sprite.convert("RGB")).repeat(3, 0).repeat(3, 1)
+    np.testing.assert_array_equal(everything()[0], chw([expected]))
 
 
 def test_values_that_fill_little_of_their_range_are_named(tmp_path):
@@ -106,7 +178,7 @@ def test_values_that_fill_little_of_their_range_are_named(tmp_path):
     for factor in (1, 16):
         Image.fromarray(factor * deep).save(tmp_path / "in" / "a.png")
         out = report(tmp_path / "in", val_fraction=0)
-        assert ("nearly black: 1 images have no value above 63 of 255" in out) == (factor == 1)
+        assert ("nearly black, no value above 63 of 255" in out) == (factor == 1)
 
 
 SPLITS = ["train/a/1.png", "train/b/x/2.png", "Val/a/3.png", "test/a/4.png"]
@@ -208,3 +280,25 @@ def test_small_files_of_many_pixels_or_bytes_take_little_memory(tmp_path):
     with zipfile.ZipFile(archive(tmp_path / "in", "zip", tmp_path / "a.zip"), "a", zipfile.ZIP_DEFLATED) as z:
         z.writestr("bomb.png", bytes(300 * 2**20))
     assert peak_mb(tmp_path / "a.zip") < plain + 200
+
+
+def test_what_archives_decompress_is_limited_whatever_they_claim(tmp_path):
+    """200 MB of zeros that claim to be 1,000 bytes; packed by a method that zipfile has no limit for; in a header."""
+    zeros = bytes(200 * 2**20)
+    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2):
+        with zipfile.ZipFile(tmp_path / f"{method}.zip", "w", method, compresslevel=1) as z:
+            z.writestr("a.png", encode_png(noise(8, 8)), zipfile.ZIP_STORED)
+            z.writestr("bomb.png", zeros)
+            z.getinfo("bomb.png").file_size = 1000
+    header = tarfile.TarInfo("header")
+    header.type = tarfile.XHDTYPE
+    header.size = len(zeros)
+    packed = gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + zeros, 1)
+    write(tmp_path / "a.tar", packed)
+    tracemalloc.start()
+    refused("8.zip is damaged .*CRC", prepare, tmp_path / "8.zip")
+    assert "1 .png (no file, over 64 MB, or packed by bzip2" in report(tmp_path / "12.zip")
+    refused("a.tar is damaged .*a header of 209,715,200 bytes", prepare, tmp_path / "a.tar")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**26

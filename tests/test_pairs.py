@@ -109,7 +109,7 @@ def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path):
     refused("none for 1 of 3 images, such as 'b/01.png'", prepare, photos, resolution=16, pairs=str(masks))
     masks = masks.rename(tmp_path / ".hidden")
     Image.fromarray(np.full((20, 16), 200, np.uint16)).save(masks / "b" / "01.png")
-    refused("01.png has 16 bits and no value above 255", prepare, photos, resolution=16, pairs=str(masks))
+    refused("01.png has over 8 bits or several frames", prepare, photos, resolution=16, pairs=str(masks))
     (masks / "b" / "01.png").write_bytes((photos / "b" / "01.png").read_bytes())
     refused("has 3 channels; accepted .*: 1", prepare, photos, resolution=16, pairs=str(masks))
     (masks / "b" / "01.png").unlink()
@@ -117,7 +117,7 @@ def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path):
         for path in photos.glob("*/*"):
             Image.new("L", Image.open(path).size, white).save(masks / path.relative_to(photos).with_suffix(".bmp"))
         said = report(photos, resolution=16, pairs=str(masks))
-        assert ("no second image has a value above 63" in said) == (white == 1)
+        assert ("second image without a value above 63 of 255" in said) == (white == 1)
 
 
 def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_script, tmp_path):

@@ -2,17 +2,19 @@
 
 import io
 import math
+import re
 import warnings
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 
 from nanodiff.common import UserError
+from nanodiff.files import raise_fault
 
 EXIF_ORIENTATION = 0x0112
-SCALINGS = {"nearest": "NEAREST", "area": "BOX"}  # scaling of second images -> Pillow's name
 THINNEST = 32
-MAX_PIXELS = 2**27  # at 8 bytes each: 20 KB of a PNG may hold 1.4 GB
+MAX_PIXELS = 2**26  # at up to 16 bytes each, while WebP is decoded
 FORMATS = "JPEG PNG WEBP BMP GIF TIFF PPM".split()  # decoded by Pillow itself; EPS would start Ghostscript
 
 
@@ -60,7 +62,8 @@ def orientation(image) -> int:
     """EXIF's code, 1 to 8: how the camera was held."""
     try:
         return image.getexif().get(EXIF_ORIENTATION, 1)
-    except Exception:  # damaged EXIF data are no reason to lose the image
+    except Exception as error:  # damaged EXIF data are no reason to lose the image
+        raise_fault(error)
         return 1
 
 
@@ -73,7 +76,8 @@ def aspect_ratio(payload: Payload) -> float:
             width, height = image.size
             if orientation(image) > 4 and image.format != "TIFF":  # on its side; a TIFF's size is turned
                 return height / width
-    except Exception:  # Pillow raises nearly every kind on damaged files
+    except Exception as error:  # Pillow raises nearly every kind on damaged files
+        raise_fault(error, "an image")
         return math.nan
     return width / height
 
@@ -84,9 +88,9 @@ def kept_area(ratios, sizes: list) -> np.ndarray:
     return np.minimum(fit, 1 / fit)
 
 
-def center_crop(image, height: int, width: int, scaling: str = ""):
+def center_crop(image, height: int, width: int, scaling: str = "bicubic"):
     """A PIL image of this size, cropped as ADM and DiT do: halve while twice too large, scale bicubically to cover the
-    size, crop the centre. With a `scaling`, one of SCALINGS, scale once, by that.
+    size, crop the centre. Another `scaling`, nearest or area, scales once.
 
     Unlike ADM, refuses an image of which less than 1 / THINNEST would be left: a file of 75 bytes with 10,000x1 pixels,
     scaled to cover 256x256, would take 2.9 GB.
@@ -94,11 +98,11 @@ def center_crop(image, height: int, width: int, scaling: str = ""):
     Image = import_pillow()
     if kept_area(image.width / image.height, [(height, width)]) < 1 / THINNEST:
         raise ValueError(f"{image.width}x{image.height} pixels, too thin for {width}x{height}")
-    while not scaling and image.width >= 2 * width and image.height >= 2 * height:
+    while scaling == "bicubic" and image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = max(width / image.width, height / image.height)
     scaled = round(image.width * scale), round(image.height * scale)
-    image = image.resize(scaled, Image.Resampling[SCALINGS.get(scaling, "BICUBIC")])
+    image = image.resize(scaled, Image.Resampling["BOX" if scaling == "area" else scaling.upper()])
     left = (image.width - width) // 2
     top = (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
@@ -112,67 +116,85 @@ def upright(image):
     return image
 
 
-def to_rgb(image, ground: str = "white"):
-    """PIL image -> its first frame in RGB as it is displayed, on `ground` where it is transparent.
+def lossy_parts(image) -> list[str]:
+    """What to_rgb drops of a PIL image whose pixels are not read yet: bits beyond 8, frames after the first."""
+    notes = []
+    # Pillow's decoder of 16 bits ends in ;16B, ;16L, ...; of PPM it is given the largest value
+    if image.mode[0] in "IF" or re.search(r";16|', \d{4,}\)", str(image.tile)):
+        notes.append("16 bits cut to the upper 8 (an .npy keeps all)")
+    if getattr(image, "is_animated", False):
+        notes.append("first of several frames")
+    return notes
+
+
+def to_rgb(image, background: str = "white"):
+    """PIL image -> its first frame in RGB as it is displayed, on `background` where it is transparent.
 
     16-bit values keep their upper 8 bits.
     """
     from PIL import Image
 
     image = upright(image)
-    if image.mode == "F" or image.mode.startswith("I"):
+    if image.mode[0] in "IF":
         values = np.asarray(image)
         if image.mode == "F" or values.min() < 0 or values.max() >= 2**16:
             raise ValueError("32-bit pixels, whose range is unknown")
         image = Image.fromarray((values >> 8).astype(np.uint8))
-    if image.mode.endswith(("A", "a")) or "transparency" in image.info:
+    if image.has_transparency_data:
         image = image.convert("RGBA")
-        opaque = Image.new("RGB", image.size, ground)
+        opaque = Image.new("RGB", image.size, background)
         opaque.paste(image, mask=image)
         return opaque
     return image.convert("RGB")
 
 
-def decode(payload: Payload, sizes: list) -> tuple[np.ndarray, int]:
-    """-> (C, H, W) uint8, or fp16 for an fp16 array, and the image's shorter side before scaling.
+def decode(payload: Payload, sizes: list, scaling="bicubic", background="white") -> tuple[np.ndarray, list[str]]:
+    """-> (C, H, W) uint8, or fp16 for an fp16 array; notes of what the image lost.
 
     C = 3 for files. The image is cropped to the size (H, W) in `sizes` nearest in shape; without sizes it keeps its
     own. Needs Pillow for files and for scaling.
     """
+    notes = []
     if isinstance(payload, np.ndarray):
         height, width, channels = payload.shape
         if not sizes or (height, width) in sizes:
-            return payload.transpose(2, 0, 1), min(height, width)
+            return payload.transpose(2, 0, 1), notes
         if payload.dtype != np.uint8 or channels not in (1, 3):
             raise UserError(
-                "resolution: only uint8 with 1 or 3 channels can be scaled, "
-                f"not {payload.dtype} of {width}x{height} with {channels} channels"
+                f"resolution: images of {width}x{height} with {channels} channels beyond 8 bits or other than 1 and 3 "
+                "keep their size; only uint8 with 1 or 3 channels can be scaled"
             )
         if channels == 1:
             payload = payload.squeeze(2)
         image = import_pillow().fromarray(payload)
     else:
-        image = to_rgb(open_image(payload))
-    side = min(image.size)
+        image = open_image(payload)
+        notes = lossy_parts(image)
+        if image.has_transparency_data:
+            notes.append(f"transparency became {background}")
+        image = to_rgb(image, background)
     if sizes:
-        image = center_crop(image, *sizes[kept_area(image.width / image.height, sizes).argmax()])
-    return np.atleast_3d(image).transpose(2, 0, 1), side
+        size = sizes[kept_area(image.width / image.height, sizes).argmax()]
+        if min(image.size) < min(size):
+            notes.append("enlarged, as smaller than the resolution")
+        image = center_crop(image, *size, scaling)
+    return np.atleast_3d(image).transpose(2, 0, 1), notes
 
 
 def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height: int, width: int) -> np.ndarray:
     """A second image -> (C, height, width) uint8, its own channels: gray and palette numbers 1, LA 2, RGB 3, RGBA 4.
 
-    `channels`: the C that it must have; 0 = any. `scaling`: one of SCALINGS.
+    `channels`: the C that it must have; 0 = any. `scaling`: nearest or area.
     """
     name = "an array"
     if not isinstance(payload, np.ndarray):
         name = payload
-        image = upright(open_image(payload))
+        image = open_image(payload)
+        if lossy_parts(image):
+            raise UserError(f"{name} has over 8 bits or several frames; accepted for second images: one of 0..255")
+        image = upright(image)
         if image.mode not in ("L", "LA", "P", "RGB", "RGBA"):
-            mode = "L" if image.mode[0] in "1IF" else "RGB"
-            if image.mode[0] == "I" and 0 < np.max(image) < 256:
-                raise UserError(f"{name} has 16 bits and no value above 255: save it with 8")
-            image = to_rgb(image).convert(mode)
+            image = to_rgb(image).convert("L" if image.mode == "1" else "RGB")
         payload = np.asarray(image)
     planes = np.atleast_3d(payload).transpose(2, 0, 1)
     if channels and len(planes) != channels:
@@ -183,11 +205,13 @@ def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height
     return np.stack([center_crop(fromarray(plane), height, width, scaling) for plane in planes])
 
 
-def with_second(item: Item, image: np.ndarray) -> np.ndarray:
+def with_second(item: Item, image: np.ndarray, notes: list[str]) -> np.ndarray:
     """Append the channels of the item's second image, cropped likewise, to its image (C, H, W)."""
     if not 0.98 < aspect_ratio(item.payload) / aspect_ratio(item.second[0]) < 1.02:
         raise ValueError("its second image is unreadable or has other proportions")
     second = decode_second(*item.second, *image.shape[1:])
+    if second.max() < 64:
+        notes.append("second image without a value above 63 of 255 (masks hold 0 and 255, not 0 and 1)")
     if image.dtype == np.float16:
         second = second / 127.5 - 1
     return np.concatenate([image, second.astype(image.dtype)])
@@ -197,34 +221,38 @@ def with_second(item: Item, image: np.ndarray) -> np.ndarray:
 # Many images
 
 
-def decode_items(items: list[Item], sizes: list):
-    """-> (item with its image (C, H, W) as payload, shorter side before scaling) for each readable one, and "name:
-    reason" for the others."""
+def decode_items(items: list[Item], sizes: list, *look: str):
+    """-> the readable items, with images (C, H, W) as payload; "name: reason" of the others; what the images lost,
+    counted. `look`: scaling and background."""
     done = []
     skipped = []
+    losses = Counter()
     for item in items:
         try:
-            image, side = decode(item.payload, sizes)
+            image, notes = decode(item.payload, sizes, *look)
+            if image.dtype == np.uint8 and image.max() < 64:
+                notes.append("nearly black, no value above 63 of 255 (as of 12 bits in a 16-bit file)")
             if item.second:
-                image = with_second(item, image)
+                image = with_second(item, image, notes)
         except UserError:
             raise
         except Exception as error:  # Pillow raises nearly every kind on damaged files
+            raise_fault(error, item.name)
             reason = str(error) or type(error).__name__
             skipped.append(f"{item.name!r}: {reason.splitlines()[0]}")
             continue
-        done.append((item._replace(payload=image), side))
+        done.append(item._replace(payload=image))
+        losses.update(notes)
         if not sizes:
-            first, _ = done[0]
-            check_size(item.name, image.shape, first.name, first.payload.shape)
-    return done, skipped
+            check_size(item.name, image.shape, done[0].payload.shape)
+    return done, skipped, losses
 
 
-def check_size(name: str, shape: tuple, first_name: str, first_shape: tuple) -> None:
+def check_size(name: str, shape: tuple, first_shape: tuple) -> None:
     """Raise UserError unless an image, by its name and shape (C, H, W), is a square of the first image's size."""
     _, height, width = shape
     if height != width or tuple(shape) != tuple(first_shape):
         raise UserError(
-            f"{first_name!r} is {first_shape[2]}x{first_shape[1]}, {name!r} is {width}x{height}; "
+            f"{name!r} is {width}x{height}, the first image {first_shape[2]}x{first_shape[1]}; "
             "without prepare_data's --resolution all images must be squares of one size"
         )

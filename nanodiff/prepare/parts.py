@@ -7,7 +7,7 @@ data/.<name>.parts/            renamed to data/<name> at the end
 """
 
 import contextlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +39,7 @@ def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> I
     pool = ThreadPoolExecutor(workers)
     try:
         for number, items in enumerate(make_tasks(source, resolution)):
-            pending.append(pool.submit(write_part, number, items, source.sizes, folder))
+            pending.append(pool.submit(write_part, number, items, source, folder))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -66,7 +66,7 @@ def make_tasks(source: Source, resolution: int) -> Iterator[list[Item]]:
         yield task
 
 
-def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dict:
+def write_part(number: int, items: list[Item], source: Source, folder: Path) -> dict:
     """Decode, write and hash the items of a part, unless that is done -> its note."""
     file = folder / "notes" / f"{number:05d}.json"
     with contextlib.suppress(UserError):  # there is no note, or it or one of its shards is damaged
@@ -74,15 +74,9 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
         for group in note["groups"]:
             check_file(folder, group["shard"])
         return note
-    done, skipped = decode_items(items, sizes)
-    counts = Counter(items=len(items))
+    done, skipped, losses = decode_items(items, source.sizes, *source.look)
     alike = {}  # (split, shape) -> items
-    for item, side in done:
-        image, second = np.split(item.payload, [-item.second[-1] if item.second else len(item.payload)])
-        counts["enlarged"] += side < min(image.shape[1:])
-        is_bytes = image.dtype == np.uint8
-        counts["dark"] += int(is_bytes and image.max() < 64)
-        counts["seen"] += int(not is_bytes or second.max(initial=0) > 63)
+    for item in done:
         split = "val" if item.is_val else "train"
         alike.setdefault((split, item.payload.shape), []).append(item)
     groups = []
@@ -98,6 +92,6 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
                 "rows": {name: [item.rows[name] for item in members] for name in members[0].rows},
             }
         )
-    note = {"counts": counts, "skipped": skipped, "groups": groups}
+    note = {"items": len(items), "losses": losses, "skipped": skipped, "groups": groups}
     write_note(file, note)
     return note

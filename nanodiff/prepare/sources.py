@@ -69,6 +69,7 @@ class Source:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
     meta: dict = field(default_factory=dict)  # for meta.json, about second images and arrays beyond 8 bits
     unreadable: list[str] = field(default_factory=list)  # files beside images, with reasons
+    look: tuple[str, ...] = ()  # scaling and background of image files
     num_clipped: int = 0  # values beyond the range; grows with the items
 
 

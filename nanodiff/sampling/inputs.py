@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import UserError, at, print0
+from nanodiff.common import UserError, at, count, print0
 from nanodiff.conditions import FILES, NUMBERS, made_from, row_shapes
 from nanodiff.data.dataset import match_labels, open_dataset
 from nanodiff.data.pixels import from_stored, to_model_range
@@ -157,10 +157,12 @@ def labelled_items(setting: str, where: str, samples):
 
 def decoded_items(setting: str, where: str, items: list[Item], sizes: list) -> np.ndarray:
     """Decode items -> (n, C, H, W), at the one size in `sizes`; at their own size if `sizes` is empty."""
-    done, skipped = decode_items(items, sizes)
+    done, skipped, losses = decode_items(items, sizes)
     if skipped:
         raise UserError(f"{setting}={where!r}: {skipped[0]}")
-    return np.stack([item.payload for item, _ in done])
+    for loss, number in losses.items():
+        print0(f"{where}: {loss}: {count(number, 'image', 'images')}")
+    return np.stack([item.payload for item in done])
 
 
 def with_hash(where: str, *arrays: np.ndarray | None) -> str:
