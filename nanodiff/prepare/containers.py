@@ -1,10 +1,7 @@
 """Folders, tars and zips as streams of their files."""
 
-import bz2
 import functools
 import glob
-import gzip
-import lzma
 import os
 import posixpath
 import re
@@ -49,7 +46,7 @@ def is_image(name: str) -> bool:
 
 def open_folder(path: Path):
     """A folder of images or, if it holds tars and no images, its shards."""
-    found = {}  # name -> path
+    members = []  # (name, path)
     seen = set()
 
     def fail(error):
@@ -69,27 +66,15 @@ def open_folder(path: Path):
                 name = cleaned(os.path.relpath(file, path))
                 if not Path(file).is_file():  # a named pipe would block its reader
                     name += NO_FILE
-                found[name] = file
-    names = sorted(found)  # so that a sample's files are neighbours
-    files = [found[name] for name in names]
+                members.append((name, file))
+    members.sort()  # so that a sample's files are neighbours
+    files = [file for _, file in members]
     tars = [file for file in files if file.lower().endswith(TAR_SUFFIXES)]
-    if tars and not any(is_image(name) for name in names):
+    if tars and not any(is_image(name) for name, _ in members):
         if len(tars) < len(files):
             print0(f"ignored: {len(files) - len(tars):,} files beside the tars")
         return open_tars(tars)
-
-    def stream(suffixes):
-        return zip(names, files)
-
-    return files, [stream]
-
-
-def open_unzipped(path: str | Path):
-    """A binary file; of .gz, .bz2, .xz, judged by the first bytes, what is packed there."""
-    with open(path, "rb") as file:
-        start = file.read(3)
-    opener = {b"\x1f\x8b\x08": gzip.open, b"BZh": bz2.open, b"\xfd7z": lzma.open}.get(start, open)
-    return opener(path, "rb")
+    return files, [lambda suffixes: members]
 
 
 class Header(tarfile.TarInfo):
@@ -104,8 +89,9 @@ class Header(tarfile.TarInfo):
 
 
 def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> Iterator:
-    """The files of a tar as a stream; nothing is extracted to disk. Names begin with the folder `below`."""
-    with reading(path), open_unzipped(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=Header) as tar:
+    """The files of a tar, packed or not, as a stream; nothing is extracted to disk. Names begin with the folder
+    `below`."""
+    with reading(path), tarfile.open(path, tarinfo=Header) as tar:
         while (member := tar.next()) is not None:
             name = cleaned(posixpath.join(below, cleaned(member.name)))
             if not member.isreg() or member.size > MAX_BYTES:
@@ -115,8 +101,8 @@ def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> It
                 yield name, content
             tar.members.clear()  # else the list of a large archive fills the memory
         # tarfile takes a damaged header or a truncation for the end, but only zeros mark it
-        tail = file.read(2**20)
-        if tail.strip(b"\0") or file.tell() < tar.offset + tarfile.BLOCKSIZE:
+        tail = tar.fileobj.read(2**20)
+        if tail.strip(b"\0") or tar.fileobj.tell() < tar.offset + tarfile.BLOCKSIZE:
             raise tarfile.ReadError("no end-of-archive mark after the last file")
 
 

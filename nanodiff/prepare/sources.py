@@ -2,9 +2,11 @@
 
 import functools
 import glob
+import gzip
 import hashlib
 import itertools
 import os
+import zipfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +28,6 @@ from nanodiff.prepare.containers import (
     cleaned,
     is_image,
     open_folder,
-    open_unzipped,
     read_tar,
 )
 from nanodiff.prepare.decode import Item, aspect_ratio, decode_second, import_pillow
@@ -163,13 +164,13 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         num_captions += bool(caption)
         if options.aspect_buckets:
             ratios.append(aspect_ratio(payload))
+    if ignored:
+        print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in ignored.most_common(20)))
     if not places:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
     places = list(places.values())
     if unknown:
         print0(f"{len(unknown):,} rows of the table have no file in {path}, such as {min(unknown)!r}")
-    if ignored:
-        print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in ignored.most_common(20)))
     if num_captions:
         print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
     needs = {
@@ -286,12 +287,14 @@ def mnist_files(folder: Path) -> dict[str, Path]:
 
 def open_idx(path: Path, dims: int) -> np.ndarray:
     """The array in an IDX file of bytes, gzipped or not."""
-    with reading(path), open_unzipped(path) as file:
+    with reading(path), open(path, "rb") as file:
+        if file.peek(2)[:2] == b"\x1f\x8b":
+            file = gzip.open(file)
         magic = file.read(4)
         if magic != bytes([0, 0, 8, dims]):
             raise UserError(f"{path} starts with {magic.hex()}, wanted 000008{dims:02d}: IDX, bytes, {dims} dimensions")
         shape = np.frombuffer(file.read(4 * dims), ">u4")
-        return np.frombuffer(file.read(), np.uint8).reshape(shape)
+        return np.frombuffer(file.read(int(shape.prod()) + 1), np.uint8).reshape(shape)
 
 
 def read_idx(path: Path, options: Options) -> Source:
@@ -322,6 +325,8 @@ def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
     file = np.load(path, mmap_mode="r")
     if isinstance(file, np.ndarray):
         return {name: file}
+    if any(info.compress_type > zipfile.ZIP_DEFLATED for info in file.zip.infolist()):  # unpacked without a limit
+        raise UserError(f"{path} is packed by bzip2 or LZMA; accepted: np.savez or np.savez_compressed")
     return file
 
 
