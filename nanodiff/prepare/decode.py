@@ -253,6 +253,6 @@ def check_size(name: str, shape: tuple, first_shape: tuple) -> None:
     _, height, width = shape
     if height != width or tuple(shape) != tuple(first_shape):
         raise UserError(
-            f"{name!r} is {width}x{height}, the first image {first_shape[2]}x{first_shape[1]}; "
-            "without prepare_data's --resolution all images must be squares of one size"
+            f"{name!r} is {width}x{height}; without prepare_data's --resolution all images must be "
+            f"squares of one size, here {first_shape[1]}x{first_shape[1]}"
         )
