@@ -149,37 +149,91 @@ def test_the_pages_run_from_top_to_bottom(place, run_script):
                 run(script, *args, is_example=bool(inline))
 
 
-def figures_of(log):
-    """{seed: (minutes of training, fd_classifier)} of a record's log."""
-    parts = re.split(r"record\.sh \w+ (\d+)", log)
-    found = {}
-    for seed, text in zip(parts[1::2], parts[2::2]):
-        minutes = float(re.search(r"steps in ([\d.]+) minutes of training", text)[1])
-        found[int(seed)] = minutes, float(re.search(r"fd_classifier ([\d.]+)", text)[1])
-    return found
+LOGGED = {  # what a log in runs/records says of each of its trainings
+    "steps": r"^([\d,]+) steps (?:in|at rate) ",
+    "minutes": r"steps in ([\d.]+) minutes of training",
+    "seconds": r": (\d+) s of at most",
+    "samples": r"^([\d,]+) samples \(|^ *num_images +(\d+)$",
+    "distance": r"\bfd_classifier +([\d.]+)",
+    "precision": r"\bprecision +([\d.]+)",
+    "recall": r"\brecall +([\d.]+)",
+    "real": r"as many real images: ([\d.]+)",
+}
+STATED = [  # a column's title; the figure that its cells state; its decimals
+    ("steps", "steps", 0),
+    ("recipe", "steps", 0),
+    ("training", "minutes", 1),
+    ("minutes of training", "minutes", 1),
+    ("seconds, longest", "longest", 0),
+    ("samples", "samples", 0),
+    ("distance", "samples", 0),
+    ("distance", "score", 2),
+    ("fd_classifier", "distance", 2),
+    ("guided in sampling by 1.5 in 0.3 to 0.7", "score", 2),
+    ("precision", "precision", 3),
+    ("recall", "recall", 3),
+    ("of as many real images", "real", 2),
+]
 
 
-def test_the_record_is_what_its_log_says():
-    """README's row and that of RECORDS: the mean and deviation of three seeds, and their shortest and longest time."""
-    runs = figures_of((RUNS / "records" / "cpu_9968c53.txt").read_text())
-    assert sorted(runs) == [1, 2, 3]
-    minutes, distances = np.array(list(runs.values())).T
-    score = f"{distances.mean():.2f} ± {distances.std(ddof=1):.2f}"
-    times = f"{minutes.min()} to {minutes.max()} minutes"
-    readme, records = ((page).read_text() for page in (ROOT / "README.md", RUNS / "RECORDS.md"))
-    (row,) = [line for line in readme.splitlines() if line.startswith("|") and "cpu_9968c53" in line]
-    assert score in row
-    assert times in row
-    (row,) = [line for line in records.splitlines() if line.startswith("|") and "cpu_9968c53" in line]
-    assert score in row
-    assert times in row
+def read_log(path):
+    """{name: the figures of a log, one a training}; score: the distance, of guided samples if there are any."""
+    text = re.sub(r"^fd_simclr.*\n", "", path.read_text(), flags=re.M)
+    plain, *guided = text.split("the same, guided by")
+    figures = {}
+    for name, pattern in LOGGED.items():
+        matches = re.finditer(pattern, plain, re.M)
+        figures[name] = [float(match[match.lastindex].replace(",", "")) for match in matches]
+    figures["longest"] = [max(figures["seconds"])] if figures["seconds"] else []
+    last = guided[0] if guided else plain
+    figures["score"] = [float(value) for value in re.findall(LOGGED["distance"], last)]
+    return figures
 
 
-def test_the_gpu_row_is_what_its_log_says():
-    log = (RUNS / "records" / "gpu_e0c6c21.txt").read_text()
-    minutes = re.search(r"steps in ([\d.]+) minutes of training", log)[1]
-    (row,) = [line for line in (ROOT / "README.md").read_text().splitlines() if "gpu_e0c6c21" in line]
-    assert f"{minutes} minutes" in row
+def spellings(values, decimals):
+    """How a cell may state figures: as their mean, with or without the deviation, or their range."""
+    low, mean, high = (f"{f(values):,.{decimals}f}" for f in (np.min, np.mean, np.max))
+    if low == high:
+        return [mean]
+    deviation = np.std(values, ddof=1)
+    return [f"{low} to {high}", f"{mean} ± {deviation:.{decimals}f}", mean]
+
+
+def logged_rows(page):
+    """(path of the log, {title: cell}) of each row of a page's tables that links to a log in runs/records."""
+    for table in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.M):
+        titles, _, *rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+        for row in rows:
+            for name in re.findall(r"records/(\w[\w.-]*\.txt)\)", str(row)):
+                yield RUNS / "records" / name, dict(zip(titles, row, strict=True))
+
+
+ROWS = [*logged_rows(ROOT / "README.md"), *logged_rows(RUNS / "RECORDS.md")]
+
+
+@pytest.mark.parametrize("path, row", ROWS, ids=[path.stem for path, _ in ROWS])
+def test_a_row_says_what_the_log_says_to_which_it_links(path, row):
+    figures = read_log(path)
+    stated = [(row[title].replace("*", ""), name, decimals) for title, name, decimals in STATED if title in row]
+    assert len(stated) >= 3
+    for cell, name, decimals in stated:
+        if not figures[name]:
+            assert not re.search(r"\d", cell), f"{name}: {cell}"
+            continue
+        words = [spelling for n in {max(decimals - 1, 0), decimals} for spelling in spellings(figures[name], n)]
+        assert re.search("|".join(rf"(?<![\d.,]){re.escape(word)}(?![\d.])" for word in words), cell), (name, words)
+    device = re.search(r"^device: 1 x (?:NVIDIA )?(\w+)", path.read_text(), re.M)
+    machine = row.get("machine") or row.get("card")
+    assert not (device and machine) or device[1].lower() in machine.lower()
+    for count, seeds in (("one seed", 1), ("three seeds", 3)):
+        assert count not in str(row) or len(figures["distance"]) == seeds
+
+
+def test_the_headlines_have_logs():
+    """At least the first rows of README, and of each track and the race."""
+    pages = {path.name for path, _ in ROWS}
+    assert {f"{name}.txt" for name in ("gpu_e0c6c21", "cpu_9968c53", "cpu_5b872ed", "minRF_4fc10e0")} <= pages
+    assert len(ROWS) == len({*map(str, ROWS)}) >= 12
 
 
 def test_entries_of_the_log_that_others_cite_are_there():
