@@ -167,6 +167,7 @@ STATED = [  # a column's title; the figure that its cells state; its decimals
     ("seconds, longest", "longest", 0),
     ("samples", "samples", 0),
     ("distance", "samples", 0),
+    ("distance", "distance", 2),
     ("distance", "score", 2),
     ("fd_classifier", "distance", 2),
     ("guided in sampling by 1.5 in 0.3 to 0.7", "score", 2),
@@ -234,6 +235,16 @@ def test_the_headlines_have_logs():
     pages = {path.name for path, _ in ROWS}
     assert {f"{name}.txt" for name in ("gpu_e0c6c21", "cpu_9968c53", "cpu_5b872ed", "minRF_4fc10e0")} <= pages
     assert len(ROWS) == len({*map(str, ROWS)}) >= 12
+
+
+def test_the_picture_shows_the_first_samples_of_the_logged_run():
+    with Image.open(RUNS / "cifar10_gpu.jpg") as picture:
+        picture = np.asarray(picture, np.float32)
+    for i, sample in enumerate(np.load(RUNS / "records" / "gpu_e0c6c21_seed42.npz")["arr_0"][:40]):
+        top = 22 + 66 * (i // 10)
+        left = 2 + 66 * (i % 10)
+        shown = picture[top : top + 64, left : left + 64]
+        assert np.abs(shown[::2, ::2] - sample).mean() < 12  # of 255: JPEG's
 
 
 def test_entries_of_the_log_that_others_cite_are_there():
