@@ -1,5 +1,6 @@
 """README and the guide tell the truth: every command is accepted, and what needs neither GPU nor network runs."""
 
+import json
 import re
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from nanodiff.data import shapes
 from nanodiff.formats.published import to_meta
 from nanodiff.metrics import classifier, features
 from nanodiff.models.dit import DiT, DiTConfig
+from nanodiff.safetensors import load_safetensors
 from nanodiff.web.report import EXPECTED_LOSS
 
 RUNS = ROOT / "runs"
@@ -235,6 +237,19 @@ def test_the_headlines_have_logs():
     pages = {path.name for path, _ in ROWS}
     assert {f"{name}.txt" for name in ("gpu_e0c6c21", "cpu_9968c53", "cpu_5b872ed", "minRF_4fc10e0")} <= pages
     assert len(ROWS) == len({*map(str, ROWS)}) >= 12
+
+
+def test_the_cards_figures_are_those_in_the_shipped_files():
+    card = (RUNS / "weights" / "README.md").read_text()
+    for name in ("cifar10", "cifar10_map"):
+        _, metadata = load_safetensors(RUNS / "weights" / f"{name}.safetensors")
+        figures = json.loads(metadata["release"])["figures"]
+        distance, allowed = figures["fd_classifier"]
+        score = f"{distance:.2f} ± {(allowed - 0.01 * distance) / 3:.2f}"  # release.sh: three deviations and 1%
+        (row,) = [line for line in card.splitlines() if line.startswith(f"| `{name}.safetensors`")]
+        for figure in (score, f"{figures['precision'][0]:.3f}", f"{figures['recall'][0]:.3f}"):
+            assert figure in row
+        assert name != "cifar10" or score in (ROOT / "README.md").read_text()
 
 
 def test_the_picture_shows_the_first_samples_of_the_logged_run():
