@@ -7,8 +7,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 track=${1:-} seed=${2:-}
 [[ $track =~ ^(cpu|gpu)$ && $seed =~ ^[0-9]+$ ]] || { echo "error: give a track, cpu or gpu, and a seed" >&2; exit 2; }
-see='import sys, torch; sys.exit(not torch.cuda.is_available())'
-[ "$track" = cpu ] || python3 -c "$see" || { echo "error: there is no GPU here; accepted: bash runs/record.sh cpu $seed" >&2; exit 2; }
+[ "$track" = cpu ] || need_gpu "accepted: bash runs/record.sh cpu $seed"
 case $track in
     cpu)
         limit=1200 num_images=5000

@@ -18,6 +18,12 @@ find_trained() {
     samples=$folder/measured_$step.npz
 }
 
+# need_gpu HINT: end here, instead of after days, if torch sees no GPU
+need_gpu() {
+    local see='import sys, torch; sys.exit(not (torch.cuda.is_available() or torch.backends.mps.is_available()))'
+    python3 -c "$see" || { echo "error: there is no GPU here; $1" >&2; exit 2; }
+}
+
 present="
 import sys, numpy, torch${needs:+, $needs}
 enough = sys.version_info >= (3, 11) and tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10)

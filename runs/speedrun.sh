@@ -4,6 +4,7 @@
 # IMAGENET_TRAIN_FOLDER has a folder of JPEGs per class; SD_VAE_FOLDER is stabilityai/sd-vae-ft-ema in diffusers format.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 [ $# -ge 2 ] || { echo "error: give two folders: ImageNet's training images and the autoencoder" >&2; exit 2; }
+need_gpu "ImageNet at 256 pixels takes one"
 images=$1 autoencoder=$2
 shift 2
 # By default torchrun kills its workers 30 s after a signal; saving a large model takes longer. After this time it also kills

@@ -87,6 +87,17 @@ def test_a_story_measures_the_run_that_it_trained(tmp_path, story):
     assert all("/runs/mine/measured_step_000007.npz" in call for call in measured)
 
 
+@pytest.mark.parametrize("command", ["record.sh gpu 1", "cifar10.sh", "speedrun.sh images vae"])
+def test_a_story_for_gpus_does_not_start_on_a_cpu(tmp_path, command):
+    (tmp_path / "python3").write_text(FAKE.replace("\n", '\n[[ $* != *"mps.is_available"* ]] || exit 1\n', 1))
+    (tmp_path / "python3").chmod(0o755)
+    env = os.environ | {"CALLS": str(tmp_path / "calls"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(f"bash runs/{command}", shell=True, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no GPU here; ")
+    assert "base_train" not in (tmp_path / "calls").read_text()
+
+
 @pytest.fixture
 def check_gpu(tmp_path):
     """Runs the GPU check with these settings; what it prints."""
