@@ -166,6 +166,7 @@ STATED = [  # a column's title; the figure that its cells state; its decimals
     ("recipe", "steps", 0),
     ("training", "minutes", 1),
     ("minutes of training", "minutes", 1),
+    ("minutes", "clock", 1),
     ("seconds, longest", "longest", 0),
     ("samples", "samples", 0),
     ("distance", "samples", 0),
@@ -188,6 +189,7 @@ def read_log(path):
         matches = re.finditer(pattern, plain, re.M)
         figures[name] = [float(match[match.lastindex].replace(",", "")) for match in matches]
     figures["longest"] = [max(figures["seconds"])] if figures["seconds"] else []
+    figures["clock"] = [np.mean(figures["seconds"]) / 60] if figures["seconds"] else []
     last = guided[0] if guided else plain
     figures["score"] = [float(value) for value in re.findall(LOGGED["distance"], last)]
     return figures
