@@ -226,7 +226,7 @@ def test_a_row_says_what_the_log_says_to_which_it_links(path, row):
             assert not re.search(r"\d", cell), f"{name}: {cell}"
             continue
         words = [spelling for n in {max(decimals - 1, 0), decimals} for spelling in spellings(figures[name], n)]
-        assert re.search("|".join(rf"(?<![\d.,]){re.escape(word)}(?![\d.])" for word in words), cell), (name, words)
+        assert re.search("|".join(rf"(?<![\d.,]){re.escape(word)}(?![\d.]| ±)" for word in words), cell), (name, words)
     device = re.search(r"^device: 1 x (?:NVIDIA )?(\w+)", path.read_text(), re.M)
     machine = row.get("machine") or row.get("card")
     assert not (device and machine) or device[1].lower() in machine.lower()
