@@ -241,6 +241,28 @@ def test_the_headlines_have_logs():
     assert len(ROWS) == len({*map(str, ROWS)}) >= 12
 
 
+def test_the_dials_table_follows_from_the_dial_and_the_log():
+    """README: parameters by depth, 100 passes over the images, time and price at the logged speed, memory."""
+    log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
+    assert [depth for depth, _ in rows] == ["6", "12", "24"]
+    for depth, row in rows:
+        parameters, needed, speed, whole, memory = row.split(" | ")
+        with torch.device("meta"):
+            model = DiT(DiTConfig.from_depth(int(depth), 32, in_channels=3, out_channels=3, num_classes=10))
+        num_params = sum(p.numel() for p in model.parameters())
+        count, unit = parameters.split()
+        assert float(count) == pytest.approx(num_params / {"M": 1e6, "B": 1e9}[unit], rel=0.01)
+        images = 12 * num_params / model.config.num_tokens
+        assert int(needed.replace(",", "")) == pytest.approx(images / 100, rel=0.01)
+        hours = images / int(speed.replace(",", "")) / 3600
+        time, unit, price = re.fullmatch(r"(\d+) (minute|hour)s?, (.*)", whole).groups()
+        assert int(time) == round(hours * {"minute": 60, "hour": 1}[unit])
+        assert price in (f"{300 * hours:.0f} cents", f"${3 * hours:.0f}")
+        measured, at_once = re.match(r"(\d+) by (\d+);", memory).groups()
+        assert re.search(rf"^depth {depth}, .*\b{at_once}\b.* {speed} images/s.* {measured}\b.* GiB$", log, re.M)
+
+
 def test_the_cards_figures_are_those_in_the_shipped_files():
     card = (RUNS / "weights" / "README.md").read_text()
     for name in ("cifar10", "cifar10_map"):
