@@ -24,7 +24,7 @@ import numpy as np
 from configurator import configure
 from nanodiff.common import UserError, at, is_first_rank, print0
 from nanodiff.data.codec import load_codec
-from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
+from nanodiff.data.dataset import SHAPES, match_labels, open_dataset, verify
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import gather_batches, leave_together, over_ranks
@@ -125,6 +125,7 @@ if metric in ("loss", "bpd"):
         if not dataset.num_classes:
             raise UserError(f"data={name!r} has no labels, {source} has {loaded.num_classes} classes")
         dataset = dataset.relabelled(match_labels(dataset.class_names, loaded.data["class_names"], f"data={name!r}"))
+    verify(dataset, ["val"])
     codec = load_codec(loaded.data, device, autoencoder)
     codec.accept(dataset)
     measured = loaded.model, loaded.process, dataset, codec
@@ -257,6 +258,7 @@ else:
         n = min(num_images, dataset.meta["splits"].get(other, {}).get("num_images", 0))
         if n >= 10:
             real = metrics.image_set(name, other)
+            verify(real, [other])
             ids = real.spread(n)
             result["real_images"] = {"split": other, "num_images": n} | judged(real, ids, real.labels(ids))
 
@@ -302,11 +304,8 @@ if is_first_rank():
     if loaded and not loaded.is_named_by(model):  # then the name says which of several files
         apart = apart[1:]
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")
-    try:
-        write_json(path, result)
-        print0(f"written to {path}")
-    except OSError as e:
-        print0(f"warning: cannot write {path}: {e.strerror}")
+    write_json(path, result)
+    print0(f"written to {path}")
     if loaded and loaded.run_dir:
         refresh_report(loaded.run_dir)
 leave_together()

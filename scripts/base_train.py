@@ -37,7 +37,7 @@ from nanodiff.common import UserError, draw_rows, get_dist, make_generator, prin
 from nanodiff.conditions import conditioning, droppable
 from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
-from nanodiff.data.dataset import open_dataset, start_verifying
+from nanodiff.data.dataset import check_unchanged, open_dataset, start_verifying
 from nanodiff.data.pixels import from_stored
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
@@ -389,6 +389,7 @@ def lr_multiplier(s):
 
 def save():
     """Write this step's checkpoint in a thread, while training continues. A collective."""
+    check_unchanged(train_set, val_set)
     saver.wait()  # for the last save, to free its copies
     optim_state, averages, sums = optim.state_dict(), ema.state_dict(), meter.state_dict()  # gathered over ranks
     loss_history = host_copy(t_distribution.state_dict())

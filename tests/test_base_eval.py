@@ -128,6 +128,15 @@ def test_features_of_any_network_have_the_figures_of_our_own(base, run_script, q
     refused("features '' cannot be read", run_script, *both)
 
 
+@pytest.mark.parametrize("metric, split", [("loss", "val"), ("fd_classifier", "train")])
+def test_damaged_images_are_not_measured(run_dir, run_script, base, metric, split):
+    shard = base / "data" / "tiny" / f"{split}_images_000.npy"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    refused(f"{split}_images_000.npy is damaged", run_script, "base_eval", f"--metric={metric}", "--num_images=12")
+    assert not [*run_dir.glob("eval_*")]
+
+
 def test_a_row_for_each_sampler_and_number_of_steps(run_dir, run_script, quick_classifier):
     """The figures that each has by itself; the report shows them."""
     same = ("--num_images=12", "--cfg_scale=1")

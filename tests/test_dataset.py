@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import json
 import os
 import resource
 from functools import partial
@@ -16,6 +17,7 @@ from processes import FORK, on_ranks, run_process
 
 from nanodiff.data import dataset, shapes
 from nanodiff.data.dataset import DatasetWriter, match_labels, open_dataset, verify
+from nanodiff.files import sha256_of
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (50, 3, 4, 4), np.uint8)
@@ -103,7 +105,7 @@ DAMAGE = {
     "later format": lambda p: (p / "meta.json").write_text('{"format": 99}'),
     "file missing": lambda p: (p / "train_labels.npy").unlink(),
     "truncated": lambda p: os.truncate(p / "train_images_000.npy", 1000),
-    "a key missing": lambda p: replace(p / "meta.json", b'"channels"', b'"number"'),
+    "edited": lambda p: replace(p / "meta.json", b'"channels"', b'"number"'),
     "a label that is no class": lambda p: replace(p / "train_labels.npy", bytes(7), bytes(6) + b"\1"),
     "a label fewer": lambda p: replace(p / "train_labels.npy", b"(40,)", b"(39,)"),
 }
@@ -139,15 +141,54 @@ def test_a_shard_is_checked_when_it_is_first_used(base):
     replace(write() / "train_images_000.npy", b"(40, 3", b"(39, 3")
     data = open_dataset("toy")
     refused(r"train_images_000\.npy is damaged: its shape is \(39, 3, 4, 4\), meta.json says \(40,", data.images, [0])
-    replace(write(overwrite=True) / "meta.json", b'"channels": 3', b'"given_channels": 2, "channels": 3')
-    refused(r"damaged: its shape is .* meta.json says \(40, 5, 4, 4\)", open_dataset("toy").images, [0])
-    for key in (b'"channels": 3', b'"file": "val_labels'):
-        replace(write(overwrite=True) / "meta.json", key, key.replace(b": 3", b": 3.5").replace(b"file", b"fill"))
-        refused("meta.json is damaged or truncated: (TypeError|KeyError)", lambda: verify(open_dataset("toy")))
     write(overwrite=True)
     data = open_dataset("toy")
     write(overwrite=True)
-    refused("toy was replaced while it was in use", data.images, [0])
+    refused("train_images_000.npy was changed while it was in use", data.images, [0])
+
+
+def test_what_describes_a_set_has_its_own_hash(base):
+    """In sets of earlier versions it has none."""
+    path = write() / "meta.json"
+    facts = json.loads(path.read_text())
+    edits = [{"class_names": facts["class_names"][::-1]}, {"splits": facts["splits"] | {"val": {}}}]
+    for edit in edits:
+        path.write_text(json.dumps(facts | edit))
+        refused("meta.json is damaged or was edited", open_dataset, "toy")
+    del facts["sha256"]
+    path.write_text(json.dumps(facts))
+    assert verify(open_dataset("toy"))[0] == 4
+    facts["splits"]["train"]["labels"] = None
+    path.write_text(json.dumps(facts))
+    refused("it has classes, but no labels of train", open_dataset, "toy")
+
+
+@pytest.mark.parametrize("change", ["written", "truncated", "replaced", "removed"])
+def test_a_shard_that_changes_during_a_run_is_noticed(base, change):
+    """At each save: see base_train."""
+    file = write() / "train_images_000.npy"
+    data = open_dataset("toy")
+    data.images([0])
+    dataset.check_unchanged(data, None)
+    content = file.read_bytes()
+    if change in ("replaced", "removed"):
+        file.unlink()
+    if change != "removed":
+        file.write_bytes(content[:-1] if change == "truncated" else content)
+    refused("train_images_000.npy(: | was changed)|no such file", dataset.check_unchanged, data)
+
+
+def test_a_file_is_hashed_once_until_it_changes(base, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(dataset, "sha256_of", lambda path: hashed.append(path.name) or sha256_of(path))
+    path = write()
+    verify(open_dataset("toy"), ["val"])
+    assert hashed == ["val_images_000.npy", "val_labels.npy"]
+    verify(open_dataset("toy"))
+    assert len(hashed) == 4
+    os.utime(path / "val_labels.npy", ns=(0, 0))
+    verify(open_dataset("toy"))
+    assert len(hashed) == 5
 
 
 def test_more_shards_than_open_files(base, monkeypatch):

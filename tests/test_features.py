@@ -1,6 +1,5 @@
 """Features do not depend on batches or ranks, order distances as they should, and are computed once for a set."""
 
-import json
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -92,6 +91,7 @@ classifier_of = lambda name: classifier.get_classifier(open_dataset(name), open_
     ],
 )
 def test_what_a_set_gives_is_computed_once_and_again_if_it_changed(base, monkeypatch, module, computes, of, file):
+    """By the hashes of its files, which are verified before: nothing is learned from damaged images."""
     computations, compute = [], getattr(module, computes)
     monkeypatch.setattr(module, computes, lambda *args: computations.append(1) or compute(*args))
     monkeypatch.setattr(classifier, "MIN_TRAINED", 100)
@@ -100,10 +100,20 @@ def test_what_a_set_gives_is_computed_once_and_again_if_it_changed(base, monkeyp
     before = {*folder.iterdir()}
     assert torch.equal(of("tiny"), of("tiny")) and len(computations) == 1
     assert {*folder.iterdir()} == before | {folder / file}
-    facts = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(facts | {"source": "another"}))
+    image = folder / "train_images_000.npy"
+    intact = image.read_bytes()
+    image.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+    (folder / file).unlink()
+    refused("train_images_000.npy is damaged", of, "tiny")
+    assert len(computations) == 1 and not (folder / file).exists()
+    image.write_bytes(intact)
     of("tiny")
     assert len(computations) == 2
+    of_before = (folder / file).read_bytes()
+    make_data(overwrite=True, train=26)
+    (folder / file).write_bytes(of_before)
+    of("tiny")
+    assert len(computations) == 3
     (folder / file).write_bytes((folder / file).read_bytes()[:1000])
     refused(f"{file} is damaged: delete it", of, "tiny")
 

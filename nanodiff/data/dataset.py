@@ -6,7 +6,7 @@ $NANODIFF_BASE_DIR/data/<name>/
     train_labels.npy           (N,) int64; absent if the set is unlabelled
     train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if there are none
     val_images_000.npy ...     the held-out split, if there is one
-    meta.json                  what the set is, and the size and SHA-256 of each file; written last
+    meta.json                  what the set is, the size and SHA-256 of each file, the hash of all this; written last
 
 A set in aspect buckets has shards of several sizes (meta.json: the size of each non-square one), bucket by bucket;
 `resolution` is then the side of a square of about the same area.
@@ -67,20 +67,22 @@ class Dataset:
         with reading(path / "meta.json"):
             if self.meta["format"] != FORMAT:
                 raise UserError(f"{path} is in format {self.meta['format']}; this version reads format {FORMAT}")
+            digest = self.meta.pop("sha256", None)  # sets of earlier versions have none
+            if digest not in (None, json_hash(self.meta)):
+                raise UserError(f"{path}/meta.json is damaged or was edited: its SHA-256 is not that in it")
             self.class_names = self.meta["class_names"]
             self.num_classes = len(self.class_names)
             self.channels = self.meta["channels"]
             self.resolution = self.meta["resolution"]
             self._depth = self.channels + self.meta.get("given_channels", 0)
             self._square = (self.resolution, self.resolution)
-            np.empty((0, self._depth, *self._square))  # they are numbers
             if split not in self.meta["splits"]:
                 raise UserError(
                     f"data set {path.name!r} has no split {split!r}, only {', '.join(self.meta['splits'])}; "
                     "a set made with --val_fraction=0.05 has val"
                 )
             part = self.meta["splits"][split]
-            self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+            self.sha256 = json_hash(part)
             self.described = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
             self._shards = part["shards"]
             # (shards,) the index after the last image of each
@@ -91,16 +93,18 @@ class Dataset:
                 size = tuple(entry.get("size", self._square))
                 bucket = self.buckets.get(size, range(end - entry["num_images"], end))
                 self.buckets[size] = range(bucket.start, end)
+            self.states = {}  # of the files now
             for entry in files_of(part):
                 file = path / entry["file"]
-                with reading(file):
-                    found = file.stat().st_size
-                if found != entry["bytes"]:
+                self.states[file] = file_state(file)
+                size = self.states[file][1]
+                if size != entry["bytes"]:
                     raise UserError(
-                        f"{file} is damaged or truncated: it has {found:,} bytes, meta.json says {entry['bytes']:,}"
+                        f"{file} is damaged or truncated: it has {size:,} bytes, meta.json says {entry['bytes']:,}"
                     )
-            self._folder = path.stat().st_ino
             self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(self._open_shard)
+            if self.class_names and not part["labels"]:
+                raise UserError(f"{path} is damaged: it has classes, but no labels of {split}")
             self._rows = {"y": np.broadcast_to(np.int64(0), len(self))}  # if it is unlabelled
             for name, key in FILES.items():
                 if name in self.meta or part.get(key):
@@ -108,7 +112,6 @@ class Dataset:
             labels = self._rows["y"]
             if not 0 <= labels.min() <= labels.max() < max(1, self.num_classes):
                 raise UserError(f"{path} is damaged: labels beyond 0..{self.num_classes - 1}")
-            dict(self.description)  # all of it is there
 
     @property
     def description(self) -> dict:
@@ -131,10 +134,14 @@ class Dataset:
     def _open_shard(self, k: int) -> np.ndarray:
         entry = self._shards[k]
         shape = entry["num_images"], self._depth, *entry.get("size", self._square)
-        shard = open_npy(self.path / entry["file"], *shape)
-        if self.path.stat().st_ino != self._folder:
-            raise UserError(f"{self.path} was replaced while it was in use")
+        file = self.path / entry["file"]
+        shard = open_npy(file, *shape)
+        self.check_unchanged(file)
         return shard
+
+    def check_unchanged(self, file: Path) -> None:
+        if file_state(file) != self.states[file]:
+            raise UserError(f"{file} was changed while it was in use")
 
     def __len__(self) -> int:
         return self.num_images
@@ -263,27 +270,44 @@ def files_of(part: dict) -> list[dict]:
     return part["shards"] + [part[key] for key in FILES.values() if part.get(key)]
 
 
+def json_hash(value) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def file_state(path: Path) -> tuple[int, int, int]:
+    """What changes when a file is replaced or written: its inode, size and time."""
+    with reading(path):
+        stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@functools.cache
+def file_hash(path: Path, state: tuple) -> str:
+    """The SHA-256 of a file, computed once per `state`: a command may verify a large set in several places."""
+    with reading(path):
+        return sha256_of(path)
+
+
 def check_file(folder: Path, entry: dict) -> None:
     """Compare a file with its entry, of meta.json or of a note."""
     path = folder / entry["file"]
-    with reading(path):
-        digest = sha256_of(path)
+    digest = file_hash(path, file_state(path))
     if digest != entry["sha256"]:
         raise UserError(f"{path} is damaged: its SHA-256 is {digest}, wanted {entry['sha256']}")
 
 
-def verify(dataset: Dataset) -> tuple[int, int]:
-    """Compare the files of all splits with their SHA-256 -> number of files, bytes.
+def verify(dataset: Dataset, splits=SPLITS) -> tuple[int, int]:
+    """Compare the files of these splits with their SHA-256 -> number of files, bytes.
 
     The ranks of one machine share the work, as another machine may have its own copy.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    with reading(dataset.path / "meta.json"):
-        entries = [entry for part in dataset.meta["splits"].values() for entry in files_of(part)]
-        entries = entries[get_dist()[1] % ranks_here :: ranks_here]
-        for entry in entries:
-            check_file(dataset.path, entry)
-        return len(entries), sum(entry["bytes"] for entry in entries)
+    parts = [part for split, part in dataset.meta["splits"].items() if split in splits]
+    entries = [entry for part in parts for entry in files_of(part)]
+    entries = entries[get_dist()[1] % ranks_here :: ranks_here]
+    for entry in entries:
+        check_file(dataset.path, entry)
+    return len(entries), sum(entry["bytes"] for entry in entries)
 
 
 def start_verifying(dataset: Dataset) -> list[Exception]:
@@ -303,6 +327,13 @@ def start_verifying(dataset: Dataset) -> list[Exception]:
 
     threading.Thread(target=work, daemon=True, name="verifier").start()
     return faults
+
+
+def check_unchanged(*splits: Dataset | None) -> None:
+    """Raise UserError if a file was written or replaced since its split was opened."""
+    for split in filter(None, splits):
+        for file in split.states:
+            split.check_unchanged(file)
 
 
 def open_npy(path: Path, *shape: int) -> np.ndarray:
@@ -454,7 +485,8 @@ class DatasetWriter:
             self.meta["splits"][split] = entry
         for leftover in self.folder.glob(".*"):  # temporary files of killed writers
             leftover.unlink()
-        write_json(self.folder / "meta.json", {"format": FORMAT, **self.meta})
+        meta = {"format": FORMAT, **self.meta}
+        write_json(self.folder / "meta.json", meta | {"sha256": json_hash(meta)})
         publish_folder(self.folder, self.path)
         shutil.rmtree(self.path / "notes", ignore_errors=True)  # only now, so that a kill before loses nothing
 

@@ -7,22 +7,20 @@ import numpy as np
 import torch
 
 from nanodiff.common import Tensors, is_first_rank, print0
-from nanodiff.data.dataset import Dataset
-from nanodiff.dist import from_first_rank
+from nanodiff.data.dataset import Dataset, verify
+from nanodiff.dist import from_first_rank, over_ranks
 from nanodiff.files import reading, writing
 
 
-def cached(path: Path, of: list, compute) -> Tensors | None:
-    """What compute() returns, {name: tensor}, cached at `path` under a hash of `of` (data sets, arrays, bytes).
+def cached(path: Path, datasets: list[Dataset], others: list, compute) -> Tensors | None:
+    """What compute() returns, {name: tensor}, cached at `path` under the hash of the splits that it reads, which are
+    verified before, and of other arrays and bytes.
 
     Called by all ranks. Only the first rank gets the tensors; on the others compute() may return None.
     """
-    hashed = hashlib.sha256()
-    for x in of:
-        if isinstance(x, Dataset):
-            hashed.update((x.path / "meta.json").read_bytes())  # holds the hashes of the images
-        else:
-            hashed.update(np.ascontiguousarray(x))
+    hashed = hashlib.sha256("".join(dataset.sha256 for dataset in datasets).encode())
+    for x in others:
+        hashed.update(np.ascontiguousarray(x))
     key = hashed.hexdigest()
     found = None
     if is_first_rank() and path.exists():
@@ -32,6 +30,9 @@ def cached(path: Path, of: list, compute) -> Tensors | None:
                 found = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if from_first_rank(found is not None):
         return found
+    for dataset in datasets:  # else damaged images would shape what is kept after their repair
+        verify(dataset, [dataset.split])
+    over_ranks(0, what="the verifying of the images")
     found = compute()
     if is_first_rank():
         try:

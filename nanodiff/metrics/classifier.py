@@ -184,5 +184,6 @@ def get_classifier(train, val, device) -> Classifier:
         print0(f"training a classifier on {train.path.name!r}, once, to judge samples ({train.num_images:,} images)")
         return host_copy(train_classifier(train, val, device).state_dict())
 
-    weights = cached(train.path / "classifier.npz", [f"{VERSION}".encode(), train, val], compute)
+    key = f"{VERSION} {train.num_classes}".encode()
+    weights = cached(train.path / "classifier.npz", [train, val], [key], compute)
     return with_weights(from_first_rank(weights, "the classifier"), train.resolution, device)

@@ -124,7 +124,7 @@ def reference_features(dataset: Dataset, network) -> Features | None:
     Cached beside the set in stats_NETWORK_SPLIT.npz, which load_stats reads too.
     """
     weights = [x.cpu() for x in network.state_dict().values()]
-    of = [f"{VERSION} {KEPT}".encode(), dataset, *weights]
+    key = f"{VERSION} {KEPT}".encode()
 
     def compute():
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
@@ -132,7 +132,8 @@ def reference_features(dataset: Dataset, network) -> Features | None:
         found = collect_features(dataset.images, batches, network, "reference")
         return found and {"mu": found.mu, "sigma": found.sigma, "some": found.some}
 
-    found = cached(dataset.path / f"stats_{network.name}_{dataset.split}.npz", of, compute)
+    path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
+    found = cached(path, [dataset], [key, *weights], compute)
     return found and Features(**found)
 
 
