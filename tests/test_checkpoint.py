@@ -202,5 +202,5 @@ def test_the_way_back_from_nan_is_older_than_the_explosion(tmp_path, monkeypatch
             patch.setattr(place, name, lambda *args, **more: 1 / 0)
             checkpoint.go_back(tmp_path, 20)
         assert steps(tmp_path) == [20, 40] and log.read_text() == "".join(lines[:2])
-    checkpoint.go_back(tmp_path, 20)
-    assert steps(tmp_path) == [20]
+    assert checkpoint.go_back(tmp_path, 20)
+    assert steps(tmp_path) == [20] and not checkpoint.go_back(tmp_path, 20)

@@ -224,6 +224,21 @@ def test_wandb_without_a_network_is_one_line_before_the_first_step(monkeypatch, 
     assert capsys.readouterr().out == "waiting for wandb, up to two minutes\n"
 
 
+@pytest.mark.parametrize("later, kept", [(4, None), (2, "old")])
+def test_another_branch_is_another_run_of_wandb(monkeypatch, tmp_path, later, kept):
+    """wandb drops lines whose step is not above its last."""
+    wandb = pytest.importorskip("wandb")
+    init = Mock()
+    monkeypatch.setattr(wandb, "init", init)
+    config = Config(resume="2")
+    config.defaults = {"resume": "auto"}
+    described = {"config": config, "num_iterations": 9}
+    run_dir = tmp_path / "a"
+    (run_dir / "checkpoints" / f"step_00000{later}").mkdir(parents=True)
+    RunLog("name", run_dir, torch.device("cpu"), described, 2, {"wandb_id": "old"})
+    assert init.call_args.kwargs["id"] == kept
+
+
 def test_a_log_begins_where_the_run_resumes(tmp_path):
     """What was recorded stays; what is changed is appended with its step."""
 

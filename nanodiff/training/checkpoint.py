@@ -205,20 +205,22 @@ def resume_point(run_dir: Path, resume: str):
     return checkpoint, load_meta(checkpoint)
 
 
-def go_back(run_dir: Path, step: int) -> None:
-    """For --resume=STEP: put later checkpoints, grids and figures aside. The newest are then this branch's."""
+def go_back(run_dir: Path, step: int) -> bool:
+    """For --resume=STEP: put later checkpoints, grids and figures aside. The newest are then this branch's. Returns
+    whether there were any."""
     later = [path for s, path in list_checkpoints(run_dir, "*/step_*") if s > step]
     for path in run_dir.glob("eval_*.json"):
         if (found := re.match(r"eval_[a-z_]+_(\d{6,})", path.name)) and int(found[1]) > step:
             later.append(path)
     if not later:
-        return
+        return False
     left = Path(tempfile.mkdtemp(dir=run_dir.parent, prefix=f"{run_dir.name}.left_"))
     for file in run_dir.glob("metrics.jsonl"):  # unless somebody has removed it
         shutil.copy(file, left)
     for path in later:
         path.rename(left / path.name)
     print0(f"back at step {step}: later checkpoints, grids and the log are now in {left}")
+    return True
 
 
 def way_back(run_dir: Path, step: int, is_compiled: bool) -> str:

@@ -237,8 +237,8 @@ class RunLog:
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)
         run_info = run_info | {"changed_from": changes, "environment": environment(device)}
         record(run_dir / "config.json", run_info, step)
-        if config["resume"].isdigit():
-            go_back(run_dir, step)
+        if config["resume"].isdigit() and go_back(run_dir, step):
+            progress["wandb_id"] = None  # a new run there: wandb drops lines of steps that it has
         trim_metrics(run_dir / "metrics.jsonl", step)
         self.file = open(run_dir / "metrics.jsonl", "a")
         if run != "dummy":
