@@ -321,6 +321,9 @@ def test_changed_settings_and_data(tiny, run_script):
     config = json.loads((first / "config.json").read_text())
     changes = {"lr": 0.01, "num_iterations": 7, "guided_from": 0.5, "eval_every": -1}
     assert config["config"]["lr"] == 0.006 and config["changes"][0]["config"].items() >= changes.items()
+    moved = first.parents[1] / "moved"
+    (first.parents[1] / "data" / "tiny").rename(moved)
+    run_script("base_train", *args, *changed, f"--data={moved}", "--resume=changed")
     make_data(train=73, overwrite=True)
     refused("other sha256", run_script, "base_train", *args, *changed, "--resume=changed")
 

@@ -5,10 +5,11 @@ from pathlib import Path
 from nanodiff.common import UserError, print0
 from nanodiff.diffusion.guidance import learns_guidance
 
-# Settings that a resumed run may change freely, since they do not shape the weights
+# Settings that a resumed run may change freely, since they do not shape the weights; `data` may move, as its hashes
+# are compared (check_same_data)
 FREE = set(
     """
-    run model_tag resume device_type compile deterministic device_batch_size checkpointing autoencoder ema_rates
+    run model_tag data resume device_type compile deterministic device_batch_size checkpointing autoencoder ema_rates
     eval_every eval_images fid_every fid_images fid_metric sample_every sample_steps sampler cfg_scale
     cfg_interval save_every save_epochs checkpoints_kept log_every
     """.split()
