@@ -279,7 +279,7 @@ def test_a_signal_ends_the_run_at_once_and_the_same_command_resumes(alone, tmp_p
     args = (*LONG, f"--out={tmp_path / 'a'}")
     ended = forked(*args, before=after_one_part(number)).wait()
     assert ended.returncode == code and "Traceback" not in ended.stderr
-    assert not (tmp_path / "a.npz").exists() and len(list(tmp_path.glob(".*.parts/*.npy"))) == 1
+    assert not (tmp_path / "a.npz").exists() and len(list(tmp_path.glob(".*.parts/*.npz"))) == 1
     done = forked(*args).wait()
     assert done.returncode == 0 and "4 of 42 images are there already" in done.stdout
     assert (tmp_path / "a.npz").read_bytes() == alone[0]

@@ -58,6 +58,20 @@ def test_images_of_another_protocol_are_never_mixed_nor_replaced(tmp_path, expec
     refused(r"a\.npz is damaged", make(tmp_path).open)
 
 
+def test_a_damaged_part_does_not_get_into_the_file(tmp_path):
+    store = make(tmp_path)
+    store.open()
+    draw(store)
+    part = store.path(1)
+    data = part.read_bytes()
+    image = IMAGES[store.parts[1]].tobytes()
+    part.write_bytes(data.replace(image, image[:-1] + bytes([image[-1] ^ 1])))
+    refused("000001.npz is damaged; remove it", store.write_npz, LABELS)
+    assert not store.output.exists()
+    part.unlink()
+    assert draw(store) == [1]
+
+
 def test_one_process_at_a_time(tmp_path):
     store = make(tmp_path)
     store.open()

@@ -1,4 +1,4 @@
-"""Resumable sampling: one .npy per batch, merged into one .npz."""
+"""Resumable sampling: one .npz per batch, merged into one .npz."""
 
 import hashlib
 import itertools
@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import Batches, UserError
-from nanodiff.data.dataset import write_npy
 from nanodiff.files import fsync_dir, lock_file, reading, writing
 from nanodiff.prepare.sources import open_arrays
 
@@ -43,7 +42,7 @@ class SampleStore:
         return False
 
     def path(self, k: int) -> Path:
-        return self.folder / f"{k:06d}.npy"
+        return self.folder / f"{k:06d}.npz"
 
     def missing(self, rank: int = 0, world: int = 1) -> list[int]:
         """The parts that a rank has yet to draw; parts are dealt to the ranks in turn."""
@@ -55,12 +54,13 @@ class SampleStore:
 
     def write(self, k: int, images: np.ndarray) -> None:
         """Write part k, (n, H, W, C), atomically."""
-        write_npy(self.path(k), images)
+        with writing(self.path(k)) as file:
+            np.savez(file, images=images)
 
     def read(self, k: int) -> np.ndarray:
-        """Part k, memory-mapped."""
+        """Part k; a damaged one fails by the checksum that an .npz holds."""
         with reading(self.path(k), "is damaged; remove it"):
-            return np.load(self.path(k), mmap_mode="r")
+            return np.load(self.path(k))["images"]
 
     def first(self, n: int) -> list[np.ndarray]:
         """The first n images (H, W, C), or as many as there are."""
@@ -76,7 +76,7 @@ class SampleStore:
         first = self.read(0)
         with open(raw, "wb") as file:
             for k in range(len(self.parts)):
-                file.write(self.read(k).data)
+                file.write(np.ascontiguousarray(self.read(k)).data)
         images = np.memmap(raw, first.dtype, "r", shape=(self.num_images, *first.shape[1:]))
         with writing(self.output) as file:
             np.savez(file, arr_0=images, arr_1=labels, labels=labels, protocol=self.protocol)
