@@ -189,7 +189,7 @@ def test_a_long_run_with_many_grids_stays_small(base, monkeypatch):
     assert 1000 < len(run.logged["train/loss"]) < 4000 and run.logged["val/loss"] == {7: 2.0}
 
 
-def test_what_is_torn_not_finite_or_missing_is_left_out(base):
+def test_what_is_torn_not_finite_or_missing_is_left_out(base, capsys):
     folder = fake_run(base, grids=0)
     odd = '{"step": 10, "val/loss": 1, "val/x": NaN}\n[7]\nnull\n{"val/loss": 2}\n{"step": [], "val/loss": 2}\n{"step"'
     (folder / "metrics.jsonl").write_text(odd)
@@ -197,6 +197,9 @@ def test_what_is_torn_not_finite_or_missing_is_left_out(base):
     assert [(curve["x"], curve["y"]) for curve in chart["curves"]] == [([10], [1])]
     (folder / "metrics.jsonl").unlink()
     assert report(folder).charts == {}
+    (folder / "eval_loss_000010.json").write_text('{"metric": "lo')
+    report(folder)
+    assert "left out: " in capsys.readouterr().out
 
 
 def test_smoothing_is_an_average_of_the_past():

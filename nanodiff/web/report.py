@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import print0
+from nanodiff.common import UserError, print0
 from nanodiff.conditions import FIELDS
 from nanodiff.files import read_json, write_atomic
 from nanodiff.training.checkpoint import list_checkpoints
@@ -99,7 +99,10 @@ def read_run(folder: Path, over_images: bool) -> Run:
     results = []
     for path in sorted(folder.glob("eval_*.json")):
         changed = re.sub(r"^eval_\D+\d+", "", path.stem)  # "_steps=5"
-        results.append(read_json(path) | {"changed": changed})
+        try:
+            results.append(read_json(path) | {"changed": changed})
+        except UserError as error:
+            print0(f"left out: {error}")
     return Run(folder, folder.resolve().name, facts, logged, per_step, results)
 
 
