@@ -40,8 +40,8 @@ from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import check_unchanged, open_dataset, start_verifying
 from nanodiff.data.pixels import from_stored
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device
-from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (setting)
+from nanodiff.diffusion.guidance import choose_guidance, parse_interval
+from nanodiff.diffusion.process import SAMPLERS, choose_sampler, learns_guidance, make_process, why_unguided  # noqa: F401
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (setting)
 from nanodiff.dist import Stopped, stop_signal
 from nanodiff.files import load_tensors
@@ -205,7 +205,7 @@ if time_input == "auto":
     default = "62.5t" if arch == "dit" and not init_from else "1000t"
     config["time_input"] = time_input = past_settings.get("time_input", default)
 process = make_process(config, codec.description)  # noising, loss, samplers
-model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
+model_config = make_model_config(config, codec.description, process)
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
 if fixed:  # published and older models lack the channel that marks a null second image
     channels = fixed.get("given_channels", 0)
@@ -305,7 +305,7 @@ num_iterations = num_iterations or step  # 0: train nothing
 # Optimizer, averages, micro-batches
 
 t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
-if objective.startswith("flow_map"):
+if process.is_map:
     start.teach(process, source, model_config, class_names)
     print0(f"teacher: {source.title}")
     teacher = start.identity(source)
@@ -409,7 +409,7 @@ def save():
             "ema_rates": list(ema.rates),
             "loop": progress.copy(),
         }
-        if objective.startswith("flow_map"):
+        if process.is_map:
             new_meta |= {"teacher": teacher["base"], "teacher_sha256": teacher["sha256"]}
         if lora:
             new_meta["lora"] = lora

@@ -15,6 +15,7 @@ from tiny_runs import PLAIN, assert_ranks_agree, assert_resumes, decode_png, los
 from nanodiff.common import base_dir
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.pixels import Pixels
+from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.load import load_run
 from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, position_table
@@ -69,11 +70,12 @@ def test_models_take_any_rectangle_of_whole_units(arch):
     facts = dict(resolution=16, channels=3, num_classes=5, sizes=[[12, 20, 9], [16, 16, 9]])
     small = dict(arch=arch, depth=1, patch_size=4, num_res_blocks=1, attention_resolutions="8")
     config = script_settings("base_train") | small
-    model = build_model(make_model_config(config, facts, 3), "cpu", 0).eval()
+    model = build_model(make_model_config(config, facts, FlowMatching()), "cpu", 0).eval()
     for height, width in ((12, 20), (20, 12), (16, 16), (32, 8)):
         x = torch.randn(2, 3, height, width)
         assert model(x, torch.tensor([1.0, 900.0]), torch.tensor([0, 5])).shape == x.shape
-    refused("hold 12x18; .* multiples of 4", make_model_config, config, facts | {"sizes": [[12, 18, 9]]}, 3)
+    odd = facts | {"sizes": [[12, 18, 9]]}
+    refused("hold 12x18; .* multiples of 4", make_model_config, config, odd, FlowMatching())
 
 
 def test_shapes_of_as_many_tokens_share_their_graphs(monkeypatch):

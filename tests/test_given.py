@@ -112,7 +112,7 @@ def test_a_gray_mask_is_less_strength(process):
 
     def sample(strength, level):
         known = Known(x0, strength, torch.full((1, 1, 4, 4), level))
-        return process.sample(denoiser, noise, 5, sampler, known=known)
+        return process.sample(denoiser, noise, 5, sampler, start_image=known)
 
     assert len({float(sample(1.0, level).sum()) for level in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)}) == 6
     for level in (0.2, 0.4, 0.6, 0.8):
@@ -126,7 +126,7 @@ def test_the_known_part_has_the_noise_of_each_step(process):
     x0, noise = torch.randn(2, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     known, seen = Known(x0, 1.0, torch.ones(1, 1, 4, 4)), []
     denoiser = lambda x_t, t, at: seen.append((x_t.clone(), t)) or torch.zeros_like(x_t)
-    process.sample(denoiser, noise, 5, "ddim" if process.is_gaussian else "euler", known=known)
+    process.sample(denoiser, noise, 5, "ddim" if process.is_gaussian else "euler", start_image=known)
     assert len(seen) == 5
     for x_t, t in seen[1:]:
         part = t[0] / 1000

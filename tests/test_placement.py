@@ -64,7 +64,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
             stored = torch.zeros(2, 2 * vae.parts * 4, *pixels.shape[1:], dtype=torch.float16, device=device)
 
     process = processes.make_process(config, facts)
-    model_config = build.make_model_config(config, facts, process.num_outputs * facts["channels"])
+    model_config = build.make_model_config(config, facts, process)
     model = moved((build.UNet if config["arch"] == "unet" else build.DiT)(model_config))
     model.init_weights(torch.Generator().manual_seed(0))
     num_classes = model_config.num_classes

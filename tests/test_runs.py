@@ -63,7 +63,7 @@ def test_a_preset_is_accepted_and_says_what_it_is(preset):
 def test_published_sizes(preset, data, parameters):
     config = script_settings("base_train", str(RUNS / preset))
     process = make_process(config, data)
-    model = empty_model(make_model_config(config, data, process.num_outputs * data["channels"]))
+    model = empty_model(make_model_config(config, data, process))
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 

@@ -99,6 +99,7 @@ class FlowMatching:
 
     kind = "flow matching"
     is_gaussian = False  # t is continuous, in [0, 1]
+    is_map = False
     num_outputs = 1  # of the network, per channel of x_t
     samplers = SAMPLERS
     default_sampler = "heun"
@@ -158,13 +159,13 @@ class FlowMatching:
         generator=torch,
         progress=None,
         eta=0.0,
-        known=None,
+        start_image=None,
     ):
         """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps, uniform before the shift.
         `denoiser`: see make_denoiser.
 
-        Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is ignored: it is DDIM's. `known` (Known in
-        sampling/draw.py): an image to start from at a later step, and the part of it to restore after each step.
+        Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is ignored: it is DDIM's. `start_image` (Known
+        in sampling/draw.py): an image to start from at a later step, and the part to restore after each step.
         """
 
         def velocity(x, *times):
@@ -173,14 +174,14 @@ class FlowMatching:
 
         times = self.shift(torch.linspace(1, 0, steps + 1)).tolist()
         x = noise.float()
-        if known:
-            steps = round(known.strength * steps)
+        if start_image:
+            steps = round(start_image.strength * steps)
             times = times[-1 - steps :]
-            x = self.noised(known.x0, times[0], x)
+            x = self.noised(start_image.x0, times[0], x)
         for i, (t, t_next) in enumerate(pairwise(times), start=1):
             x, x0 = self.samplers[sampler](velocity, x, t, t_next, generator)
-            if known:
-                x = torch.where(known.is_kept(i, steps), self.noised(known.x0, t_next, noise), x)
+            if start_image:
+                x = torch.where(start_image.is_kept(i, steps), self.noised(start_image.x0, t_next, noise), x)
             if progress:
                 progress(i, steps, x0)
         return x

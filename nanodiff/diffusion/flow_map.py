@@ -37,6 +37,7 @@ class FlowMap(FlowMatching):
     As r approaches t, u becomes v(x_t, t), so the flow model's samplers still work.
     """
 
+    is_map = True
     samplers = SAMPLERS
     default_sampler = "map"
     default_steps = 4

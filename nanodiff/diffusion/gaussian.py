@@ -167,6 +167,7 @@ class GaussianDiffusion:
 
     kind = "Gaussian diffusion"
     is_gaussian = True
+    is_map = False
     samplers = SAMPLERS
     default_sampler = "ddim"
 
@@ -379,27 +380,27 @@ class GaussianDiffusion:
         generator=torch,
         progress=None,
         eta=0.0,
-        known=None,
+        start_image=None,
     ):
         """Images (N, C, H, W) from x_T = noise. `denoiser`: see make_denoiser.
 
-        `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0). `known`
+        `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0). `start_image`
         (Known in sampling/draw.py): an image to start from at a later step, and the part to restore after each step.
         """
         process = self.respaced(steps)
         T = process.num_timesteps
         x_t = noise
         x0 = None
-        if known:
-            T = round(known.strength * T)
-            x_t = process.noised(known.x0, T - 1, noise)
+        if start_image:
+            T = round(start_image.strength * T)
+            x_t = process.noised(start_image.x0, T - 1, noise)
         for i in reversed(range(T)):
             at = process.model_t[i] / process.t_end
             p = process.denoise(denoiser, x_t, full(x_t, i), at=at)
             x_t = SAMPLERS[sampler](process, x_t, i, p, x0, generator, eta)
             _, _, x0 = p
-            if known:
-                x_t = torch.where(known.is_kept(T - i, T), process.noised(known.x0, i - 1, noise), x_t)
+            if start_image:
+                x_t = torch.where(start_image.is_kept(T - i, T), process.noised(start_image.x0, i - 1, noise), x_t)
             if progress:
                 progress(T - i, T, x0)
         return x_t

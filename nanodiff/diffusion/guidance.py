@@ -19,23 +19,6 @@ def parse_interval(text: str, name: str = "cfg_interval", least: float = 0.0, mo
     return low, high
 
 
-def learns_guidance(config: dict, step: float = math.inf) -> bool:
-    """True if a run with these settings has taught the model guidance by `step`, so that samples need none."""
-    guided_from = config.get("guided_from", 1.0)
-    if config.get("objective", "").startswith("flow_map"):
-        return True
-    return guided_from < 1 and guided_from * config["num_iterations"] < max(step, 1)  # 0: the source was guided
-
-
-def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> str:
-    """Why the model of a run with these settings cannot be guided at `step`; "" if it can."""
-    if learns_guidance(config, step):
-        return "the model has learned guidance"  # and would be guided twice
-    if not has_condition or config["label_drop"] == 0:
-        return "the model has no null condition to guide away from"
-    return ""
-
-
 def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given):
     """The scale of the guidance that samples get, and its interval of t.
 

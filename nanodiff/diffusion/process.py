@@ -1,5 +1,6 @@
-"""Build a diffusion process from settings; the table of all samplers."""
+"""From settings to a diffusion process; the tables of objectives and samplers; may the model be guided?"""
 
+import math
 from dataclasses import fields
 
 from nanodiff.common import UserError
@@ -9,24 +10,47 @@ from nanodiff.diffusion.flow_map import FlowMap
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.guidance import parse_interval
 
-OBJECTIVES = ("flow", "flow_x0", "flow_map", "flow_map_x0", "eps", "x0", "x_prev", "v")
+OBJECTIVES = {  # objective -> kind of process, what the network predicts
+    "flow": (FlowMatching, "v"),
+    "flow_x0": (FlowMatching, "x0"),
+    "flow_map": (FlowMap, "v"),
+    "flow_map_x0": (FlowMap, "x0"),
+}
+OBJECTIVES |= {prediction: (GaussianDiffusion, prediction) for prediction in ("eps", "x0", "x_prev", "v")}
 SAMPLERS = flow_map.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
 
 
-def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
+def make_process(config: dict, data: dict) -> FlowMatching | GaussianDiffusion:
     """The process of config["objective"]: flow matching, a flow map, or for eps, x0, x_prev and v Gaussian diffusion.
 
-    `facts`: a codec's description. Gaussian diffusion clips predictions of x0 to [-1, 1], except for latents.
+    `data`: a codec's description. Gaussian diffusion clips predictions of x0 to [-1, 1], except for latents.
     """
-    objective = config["objective"]
-    kind = GaussianDiffusion
-    others = {"clip_denoised": facts["kind"] != "latents"}
-    if objective.startswith("flow"):
-        kind = FlowMap if objective.startswith("flow_map") else FlowMatching
-        prediction = "x0" if objective.endswith("x0") else "v"
-        others = {"prediction": prediction, "cfg_interval": parse_interval(config.get("cfg_interval", "0,1"))}
+    kind, prediction = OBJECTIVES[config["objective"]]
     settings = {field.name: config[field.name] for field in fields(kind) if field.name in config}
-    return kind(**settings | others)
+    if kind.is_gaussian:
+        settings["clip_denoised"] = data["kind"] != "latents"
+    else:
+        settings["prediction"] = prediction
+        settings["cfg_interval"] = parse_interval(config.get("cfg_interval", "0,1"))
+    return kind(**settings)
+
+
+def learns_guidance(config: dict, step: float = math.inf) -> bool:
+    """True if a run with these settings has taught the model guidance by `step`, so that samples need none."""
+    kind, _ = OBJECTIVES[config["objective"]]
+    guided_from = config.get("guided_from", 1.0)
+    if kind.is_map:
+        return True
+    return guided_from < 1 and guided_from * config["num_iterations"] < max(step, 1)  # 0: the source was guided
+
+
+def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> str:
+    """Why the model of a run with these settings cannot be guided at `step`; "" if it can."""
+    if learns_guidance(config, step):
+        return "the model has learned guidance"  # and would be guided twice
+    if not has_condition or config["label_drop"] == 0:
+        return "the model has no null condition to guide away from"
+    return ""
 
 
 def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) -> str:

@@ -69,7 +69,6 @@ def merge(base: dict, tensors: dict, adapters: dict, added: dict, scale: float) 
     tensors = dict(tensors)
     known = base["data"]["class_names"][: base["model_config"]["num_classes"]]
     names = list(dict.fromkeys(known + lora["classes"]))
-    "".join(names)  # else they are no texts
     for name, x in added.items():
         if name.endswith(A):
             weight = name.removesuffix(A) + ".weight"

@@ -16,9 +16,7 @@ import torch
 from configurator import check, read_settings
 from nanodiff.common import UserError, at, base_dir, nearest, print0
 from nanodiff.conditions import droppable
-from nanodiff.data.pixels import Pixels
-from nanodiff.diffusion.guidance import why_unguided
-from nanodiff.diffusion.process import OBJECTIVES, make_process
+from nanodiff.diffusion.process import make_process, why_unguided
 from nanodiff.files import reading, sha256_of
 from nanodiff.formats import options
 from nanodiff.formats.adapters import PREFIX, merge
@@ -180,20 +178,7 @@ def read_file(path: Path, told: dict):
             meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
     meta["path"] = path
     meta["source"] = with_options(path, told)
-    with reading(path, OTHER_VERSION):  # else later code would fail on it
-        data = meta["data"]
-        objective = meta["config"]["objective"]
-        if objective not in OBJECTIVES:
-            raise UserError(
-                f"{meta['source']} was trained with objective={objective!r}; known: {', '.join(OBJECTIVES)}"
-            )
-        make_process(meta["config"], data)
-        model_config = empty_model(stored_config(meta)).config
-        if Pixels(data).shape[:2] != (model_config.in_channels, model_config.image_size):
-            raise ValueError("its data and model_config differ in shape")
-        "".join([meta["ema"], data["name"]] + data["class_names"])
-        range(meta["step"])
-        why_unguided(meta["config"], True)
+    with reading(path, OTHER_VERSION):
         tensors = {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
     if "sha256" in meta and meta["sha256"] != fingerprint(tensors):
         raise UserError(f"{path} is corrupt: its tensors do not match the SHA-256 in its metadata")
@@ -208,22 +193,24 @@ def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0)
         print0(note)
     if not lora and lora_scale != 1 and "lora" not in meta:
         raise UserError(f"lora_scale={lora_scale} would do nothing: {path} has no adapters")
-    with reading(lora or path, OTHER_VERSION):
-        if "lora" in meta:
-            _, tensors = read(*find(meta["lora"]["base"]), path, 1.0 if lora else lora_scale)
-        if lora:
-            adapters, added = read_file(at(lora), {})
-            if "lora" not in adapters:
-                raise UserError(f"{lora} holds no adapters of base_train")
-            meta, tensors = merge(meta, tensors, adapters, added, lora_scale)
+    if "lora" in meta:
+        _, tensors = read(*find(meta["lora"]["base"]), path, 1.0 if lora else lora_scale)
+    if lora:
+        adapters, added = read_file(at(lora), {})
+        if "lora" not in adapters:
+            raise UserError(f"{lora} holds no adapters of base_train")
+        meta, tensors = merge(meta, tensors, adapters, added, lora_scale)
     return meta, tensors
 
 
 def build(meta: dict, tensors: dict, device) -> Loaded:
     """The model that `meta` describes, with these tensors."""
-    model = empty_model(stored_config(meta))
+    with reading(meta["path"], OTHER_VERSION):
+        model = empty_model(stored_config(meta))
+        loaded = loaded_of(meta, model)
     load_weights(model, tensors, meta["source"], assign=True)
-    return loaded_of(meta, model.to(device).eval())
+    model.to(device).eval()
+    return loaded
 
 
 def loaded_of(meta: dict, model) -> Loaded:

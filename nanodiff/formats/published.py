@@ -42,12 +42,17 @@ DIFFUSERS = {
     "y_embed.": "class_embedder.embedding_table.",
 }
 CONV1D = ("qkv.weight", "proj_out.weight")  # in OpenAI's UNet, whose names are ours; here linear layers
-GAUSSIAN = ("noise_schedule", "num_timesteps", "rescale_timesteps", "variance")
-OPTIONS = {  # the settings that each form lacks (options.py)
-    "meta": ("heads", "label_drop", *GAUSSIAN, "objective"),
-    "sit": ("heads", "label_drop", "objective", "time_input"),
+GAUSSIAN = {
+    "noise_schedule": "linear",
+    "num_timesteps": 1000,
+    "rescale_timesteps": False,
+    "variance": "fixed_large",
+}
+OPTIONS = {  # the settings that each form lacks (options.py), and what the published models have; 0 = by the weights
+    "meta": {"heads": 0, "label_drop": 0.1, **GAUSSIAN, "objective": "eps"},
+    "sit": {"heads": 0, "label_drop": 0.1, "objective": "flow", "time_input": "1-t"},
     "diffusers": GAUSSIAN,
-    "openai": ("heads", "num_heads_upsample", "image_size", *GAUSSIAN),
+    "openai": {"heads": 0, "num_heads_upsample": 0, "image_size": 0, **GAUSSIAN},
 }
 NO_MODEL = "holds no model or adapters of ours and no published model, or not all of one"
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
@@ -248,11 +253,11 @@ def scheduler_settings(path: Path, config: dict) -> dict:
 FORMS = {"meta": from_meta, "sit": from_sit, "diffusers": from_diffusers, "openai": from_openai}
 
 
-def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
+def read_published(path: Path, saved: dict, options: dict) -> tuple[dict, dict]:
     """(meta, tensors) of Meta's DiT, SiT, REPA, diffusers' DiT or improved-diffusion's UNet.
 
-    `saved`: the state dict, or a training checkpoint with one; names may have a prefix, such as DDP's. `told`: settings
-    from options.py; the others are those of the published models, and meta["note"] says so.
+    `saved`: the state dict, or a training checkpoint with one; names may have a prefix, such as DDP's. `options`: see
+    options.py; the others are those of the published models, and meta["note"] says so.
     """
     tensors = saved
     for key in ("ema", "model", "state_dict"):
@@ -267,56 +272,59 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
     note = ""
     if len(tensors) < num_tensors:
         note = f"note: {path}: {len(tensors)} of its {num_tensors} tensors are read, {prefix}*\n"
+
     args = saved.get("args")  # of Meta's training
     if len(tensors.get("y_embedder.embedding_table.weight", ())) == getattr(args, "num_classes", 1):
-        told = {"label_drop": 0.0} | told  # no null class
+        options = {"label_drop": 0.0} | options  # no null class
     if hasattr(args, "path_type"):
         if f"{args.path_type}, {args.prediction}".lower() not in ("linear, velocity", "linear, v"):
             raise UserError(f"{path} is SiT's, of {args.path_type}, {args.prediction}; accepted: Linear, velocity")
-        told = {"objective": "flow"} | told
-    told = saved.get("nanodiff", {}) | told
+        options = {"objective": "flow"} | options
+    options = saved.get("nanodiff", {}) | options
     form = "openai"
-    sizes = told
-    config = {"noise_schedule": "linear", "num_timesteps": 1000, "rescale_timesteps": False, "label_drop": 0.1}
+    sizes = {}
+    is_repa = "projectors.0.0.weight" in tensors
     if first == "x_embedder.proj":
-        form = "meta"
-        is_repa = "projectors.0.0.weight" in tensors
-        if "objective" not in told and (is_repa or SIT.search(str(path.absolute()))):
+        if "objective" not in options and (is_repa or SIT.search(str(path.absolute()))):
             raise UserError(
                 f"{path} does not say what it predicts: {path.name},objective=...; "
                 "accepted: objective=flow (SiT, REPA), objective=eps (DiT)"
             )
-        if told.get("objective") == "flow":
-            form = "sit"
-            config = {"time_input": "t" if is_repa else "1-t", "timesteps": "uniform", "label_drop": 0.1}
+        form = "sit" if options.get("objective") == "flow" else "meta"
     elif first == "pos_embed.proj":
         form = "diffusers"
         sizes = read_json(path.with_name("config.json"))
-        told = scheduler_settings(path, sizes) | told
-    options = OPTIONS[form]
-    for name in told.keys() - {*options}:
-        raise UserError(f"{path} is read without {name}={told[name]}; accepted: {', '.join(sorted(options))}")
-    model_config, tensors = FORMS[form](tensors, **config | sizes)
+        options = scheduler_settings(path, sizes) | options
+    names = OPTIONS[form].keys()
+    for name in options.keys() - names:
+        raise UserError(f"{path} is read without {name}={options[name]}; accepted: {', '.join(sorted(names))}")
+    published = {"gaussian_loss": "mse", "label_drop": 0.1, "objective": "eps"} | OPTIONS[form]
+    if form == "sit":
+        published["timesteps"] = "uniform"
+        if is_repa:
+            published["time_input"] = "t"
+    model_config, tensors = FORMS[form](tensors, **published | options | sizes)
     channels = model_config.in_channels
     num_classes = model_config.num_classes
+    if model_config.out_channels == 2 * channels:
+        published["variance"] = "learned_range"
     if form == "openai":
-        config["label_drop"] = 0.0  # the class table has no null class
+        published["label_drop"] = 0.0  # the class table has no null class
         # The settings in improved-diffusion's README; only LSUN's models lack scale and shift
         if model_config.use_scale_shift_norm:
-            config["num_timesteps"] = 4000
+            published["num_timesteps"] = 4000
             if not model_config.low_res:
-                config["noise_schedule"] = "cosine"
-            config["rescale_timesteps"] = not num_classes
-    if form != "sit":
-        config["gaussian_loss"] = "mse"
-        config["variance"] = "learned_range" if model_config.out_channels == 2 * channels else "fixed_large"
-    config |= {"objective": "eps", "low_res_size": model_config.low_res} | told
+                published["noise_schedule"] = "cosine"
+            published["rescale_timesteps"] = not num_classes
+    config = published | {"low_res_size": model_config.low_res} | options
     fields = dataclasses.asdict(model_config)
     settings = config | fields | model_settings(model_config)
-    settings["label_drop"] = f"{config['label_drop']} ({num_classes} classes and a null class)"
-    assumed = [f"{name}={settings[name]}" for name in options if name not in told]
-    if assumed:
-        note += f"note: {path} does not hold {', '.join(assumed)}: taken as published; to change: {path.name},NAME=..."
+    missing = [f"{name}={settings[name]}" for name in names if name not in options]
+    if missing:
+        note += (
+            f"note: {path} ({num_classes} classes) does not hold {', '.join(missing)}: taken as published; "
+            f"to change: {path.name},NAME=..."
+        )
     meta = {
         "step": 0,
         "ema": "as published",

@@ -8,7 +8,7 @@ import torch
 from nanodiff.common import UserError, print0
 from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import match_labels, same_order
-from nanodiff.diffusion.guidance import learns_guidance
+from nanodiff.diffusion.process import OBJECTIVES, learns_guidance
 from nanodiff.files import reading
 from nanodiff.formats.adapters import ROWS, B, check_base, class_rows, identity, save_adapters  # noqa: F401 (base_train)
 from nanodiff.formats.load import OTHER_VERSION, Loaded, build, find, read, read_file, split_options
@@ -37,30 +37,34 @@ def inherited(config) -> dict:
     suffix = "_lora" if config["lora_rank"] else ""
     model_tag = config["model_tag"] or f"{base}_{data}{suffix}"
     checkpoint = find_checkpoint(run_folder(model_tag))  # verified, as it may be damaged
-    own = load_meta(checkpoint) if checkpoint else {}
-    meta = own or read_file(*find(config["init_from"]))[0]
-    model_config = stored_config(meta)
+    meta = load_meta(checkpoint) if checkpoint else read_file(*find(config["init_from"]))[0]
+    with reading(config["init_from"], OTHER_VERSION):
+        model_config = stored_config(meta)
     shape = model_settings(model_config) | {"class_cond": model_config.num_classes > 0}
-    theirs = meta["config"] | ({} if own else shape)
+    settings = dict(meta["config"])
+    if not checkpoint:
+        settings |= shape
     names = [name for name in shape if name not in NO_SHAPE]
-    if config.given.get("arch", theirs["arch"]) != theirs["arch"]:
+    if config.given.get("arch", settings["arch"]) != settings["arch"]:
         names = []  # check_shape refuses it
-    objective = config.given.get("objective", theirs["objective"])
-    if objective.startswith("flow") == theirs["objective"].startswith("flow"):
+    objective = config.given.get("objective", settings["objective"])
+    kind, _ = OBJECTIVES[objective]
+    source_kind, _ = OBJECTIVES[settings["objective"]]
+    if kind.is_gaussian == source_kind.is_gaussian:
         names += PROCESS
-        if objective.startswith("flow_map") and not own:
+        if kind.is_map and not checkpoint:
             names.remove("timesteps")  # its weights would not belong to the t that a map draws
-    if objective == theirs["objective"]:
+    if objective == settings["objective"]:
         names += ["sample_steps", "sampler"]
-        if shape["class_cond"] or theirs.get("cfg_scale", 1) != 1:  # 1 may be all that a model without classes can
+        if shape["class_cond"] or settings.get("cfg_scale", 1) != 1:  # 1 may be all that a model without classes can
             names += ["cfg_scale", "cfg_interval"]
-    if theirs.get("guided_from", 1.0) < 1 and (own or learns_guidance(theirs, meta["step"])):
-        if not own:
-            theirs["guided_from"] = 0.0
+    if settings.get("guided_from", 1.0) < 1 and (checkpoint or learns_guidance(settings, meta["step"])):
+        if not checkpoint:
+            settings["guided_from"] = 0.0
         names += ["guided_from", "cfg_scale", "cfg_interval"]
-    if own or {"sha256", "lora"} <= meta.keys():  # a file of adapters is continued; a run counts as merged
+    if checkpoint or {"sha256", "lora"} <= meta.keys():  # a file of adapters is continued; a run counts as merged
         names += ["lora_rank", "lora_alpha", "lora_targets"]
-    return {"model_tag": model_tag} | {name: theirs[name] for name in names if name in theirs}
+    return {"model_tag": model_tag} | {name: settings[name] for name in names if name in settings}
 
 
 def open_source(config: dict, meta: dict, device):
@@ -69,27 +73,22 @@ def open_source(config: dict, meta: dict, device):
     A resumed run (`meta` is its checkpoint's) needs its source only as a teacher (flow maps) or as the base of its
     adapters. Only a teacher is put on `device`.
     """
-    is_map = config["objective"].startswith("flow_map")
-    device = device if is_map else "cpu"
+    kind, _ = OBJECTIVES[config["objective"]]
+    device = device if kind.is_map else "cpu"
     source = None
-    adapters = {}
-    tensors = {}
-    if "lora" in meta:
-        adapters = meta
-    elif is_map or not meta:
-        found = find(meta.get("teacher", config["init_from"]))
-        if config["lora_rank"] and {"sha256", "lora"} <= read_file(*found)[0].keys():
-            adapters, tensors = read_file(*found)
-        else:
-            source = build(*read(*found), device)
-            if "teacher_sha256" in meta and meta["teacher_sha256"] != identity(source)["sha256"]:
-                raise UserError(f"{source.source} has other weights than when it became this run's teacher")
-    if adapters:
-        with reading(config["init_from"], OTHER_VERSION):
-            base = read(*find(adapters["lora"]["base"]))
+    adapters = meta
+    tensors = None
+    if not meta and config["lora_rank"]:
+        adapters, tensors = read_file(*find(config["init_from"]))
+    if {"sha256", "lora"} <= adapters.keys() or "lora" in meta:
+        base = read(*find(adapters["lora"]["base"]))
         check_base(*base, adapters | {"source": config["init_from"]})
-        continued = None if meta else (adapters["lora"], tensors)
-        source = replace(build(*base, device), data=adapters["data"], adapters=continued)
+        source = build(*base, device)
+        source = replace(source, data=adapters["data"], adapters=tensors and (adapters["lora"], tensors))
+    elif kind.is_map or not meta:
+        source = build(*read(*find(meta.get("teacher", config["init_from"]))), device)
+        if "teacher_sha256" in meta and meta["teacher_sha256"] != identity(source)["sha256"]:
+            raise UserError(f"{source.source} has other weights than when it became this run's teacher")
     data = meta["data"] if meta else source.data
     if not config["lora_rank"]:
         data = data | {"class_names": []}  # a whole model may lose the old classes
@@ -113,7 +112,8 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> l
     for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # a new second image has no effect at first, either
         if name in weights:
             x = weights[name]
-            new += [name] * (x.shape != own[name].shape)
+            if x.shape != own[name].shape:
+                new.append(name)
             more = x.new_zeros(own[name][:, x.shape[1] :].shape)  # none, if both have a second image or neither
             weights[name] = torch.cat([x, more], dim=1)
     note = ""
@@ -131,14 +131,18 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> l
                 known = class_names
             weights[name] = class_rows(table, known, class_names, len(own[name]))
             note = f"; it knows {len({*known} & {*class_names})} of {len(class_names)} classes"
-        new += [name] * bool({*class_names} - {*known})
+        if {*class_names} - {*known}:
+            new.append(name)
     load_weights(model, weights, loaded.source)
-    is_flow = config["objective"].startswith("flow")
-    of_kind = "time_input" if is_flow else "noise_schedule num_timesteps variance rescale_timesteps"
-    for key in ("objective", *of_kind.split()):
-        theirs = f"{loaded.config.get(key, config[key])}".replace("_map", "")  # maps are tuned from flow models
-        if theirs != f"{config[key]}".replace("_map", ""):
-            note += f"; trained with {key}={theirs}, it must learn anew what it predicts"
+    kind, target = OBJECTIVES[config["objective"]]
+    source_kind, source_target = OBJECTIVES[loaded.config["objective"]]
+    keys = ["noise_schedule", "num_timesteps", "variance", "rescale_timesteps"] if kind.is_gaussian else ["time_input"]
+    if (kind.is_gaussian, target) != (source_kind.is_gaussian, source_target):  # a map is tuned from a flow model
+        keys.insert(0, "objective")
+    for key in keys:
+        value = loaded.config.get(key, config[key])
+        if value != config[key]:
+            note += f"; trained with {key}={value}, it must relearn its target"
     print0(f"started from {loaded.source} ({loaded.weights}){note}")
     return new
 
@@ -165,8 +169,7 @@ def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -
     new = class_names[len(known) :]
     add_lora(model, rank, alpha, targets, range(len(known), len(class_names)), config["seed"])
     if loaded.adapters:
-        with reading(config["init_from"], OTHER_VERSION):
-            continue_from(model, loaded, alpha / rank, new)
+        continue_from(model, loaded, alpha / rank, new)
     print0(f"adapters: rank {rank}; new classes: {', '.join(new) or 'none'}")
     return identity(loaded) | dict(rank=rank, alpha=alpha, targets=targets, classes=new)
 
@@ -214,7 +217,8 @@ def check_shape(model, loaded: Loaded, config: dict) -> None:
         theirs["attention_resolutions"] = ",".join(map(str, resolutions))
     if wanted.out_channels != model.config.out_channels:
         theirs["variance"] = loaded.config.get("variance", "fixed_small")
-        if config["objective"].startswith("flow"):  # flow matching has no variance
+        kind, _ = OBJECTIVES[config["objective"]]
+        if not kind.is_gaussian:  # flow matching has no variance
             theirs["objective"] = loaded.config["objective"]
     differing = [key for key in theirs if key not in NO_SHAPE and theirs[key] != ours.get(key)]
     if differing:

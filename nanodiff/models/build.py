@@ -6,6 +6,8 @@ from dataclasses import fields
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanodiff.common import UserError, get_dist, print0
 from nanodiff.conditions import FACTS, some_conditions
@@ -63,7 +65,7 @@ def model_settings(model_config: ModelConfig) -> dict:
     }
 
 
-def make_model_config(config: dict, facts: dict, out_channels: int) -> ModelConfig:
+def make_model_config(config: dict, facts: dict, process) -> ModelConfig:
     """The shape that the settings `config` ask for. `facts`: a codec's description of the data."""
     low_res = config["low_res_size"]
     if low_res >= facts["resolution"]:
@@ -71,13 +73,12 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> ModelConf
     if low_res and facts.get("given_channels"):
         raise UserError(f"low_res_size={low_res}: the data hold second images already; accepted: 0")
     kind, _ = BACKBONES[config["arch"]]
-    is_map = config["objective"].startswith("flow_map")
-    if is_map and not hasattr(kind, "flow_map"):
+    if process.is_map and not hasattr(kind, "flow_map"):
         raise UserError(f"objective={config['objective']}: a flow map needs arch=dit or dit_classic")
     shape = {
         "image_size": facts["resolution"],
         "in_channels": facts["channels"],
-        "out_channels": out_channels,
+        "out_channels": process.num_outputs * facts["channels"],
     }
     for name in FACTS:
         shape[name] = facts.get(name, 0)
@@ -88,7 +89,7 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> ModelConf
     for field, setting in setting_fields(kind).items():
         if setting != "depth":
             shape[field] = from_setting(field, config[setting])
-    if is_map:
+    if process.is_map:
         shape["flow_map"] = True
     model_config = kind.from_depth(config["depth"], **shape)
     unit = model_config.side_unit
@@ -134,21 +135,12 @@ def load_weights(model: nn.Module, tensors: dict, source, assign: bool = False) 
 def estimate_flops(model: nn.Module) -> int:
     """FLOPs per image, forward + backward = 3 x forward: matrix products, convolutions and attention, 2 per
     multiply-add, counted on one image."""
-    counts = []
-
-    def count(module, args, out):
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            counts.append(2 * out.numel() * module.weight[0].numel())
-        elif hasattr(module, "qkv"):  # q k^T and weights @ v: 2 T T C each
-            counts.append(4 * args[0].numel() ** 2 // module.qkv.in_features)
-
     config = model.config
     p = next(model.parameters())
     x_t = p.new_zeros(1, config.in_channels, config.image_size, config.image_size)
-    hook = nn.modules.module.register_module_forward_hook(count)
-    model(x_t, x_t.new_zeros(1), **some_conditions(config, 1, p.device))
-    hook.remove()
-    return 3 * sum(counts)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # which misses the CPU's fused kernel
+        model(x_t, x_t.new_zeros(1), **some_conditions(config, 1, p.device))
+    return 3 * counter.get_total_flops()
 
 
 def compile_model(model: nn.Module, whole: bool) -> nn.Module:

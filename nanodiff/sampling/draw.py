@@ -183,7 +183,7 @@ class ModelSamples:
         stand_in.config = config
         noise = torch.zeros(1, config.in_channels, 1, 1)
         known = self.given and replace(self.given, x0=noise)
-        replace(self, model=stand_in).sample(noise, some_conditions(config, 1), known=known)
+        replace(self, model=stand_in).sample(noise, some_conditions(config, 1), start_image=known)
         return sum(num_images)
 
     @property
@@ -260,7 +260,7 @@ class ModelSamples:
             known = replace(known, x0=x0, mask=known.mask.to(device))
         generator = StackedGenerator(ids, self.seed)
         noise = generator.randn((len(ids), *shape), device)
-        x0 = self.sample(noise, cond, generator=generator, progress=on_step, known=known)
+        x0 = self.sample(noise, cond, generator=generator, progress=on_step, start_image=known)
         self.not_finite += int((~x0.isfinite().flatten(1).all(1)).sum())
         return x0
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nanodiff.common import UserError, print0
-from nanodiff.diffusion.guidance import learns_guidance
+from nanodiff.diffusion.process import OBJECTIVES, learns_guidance
 
 # Settings that a resumed run may change freely, since they do not shape the weights; `data` may move, as its hashes
 # are compared (check_same_data)
@@ -65,9 +65,9 @@ def refuse_useless(config, description: dict, conditions: list[str], is_resumed)
 
     `config`: a configurator.Config; `description`: the codec's; `conditions`: those that training drops.
     """
-    is_map = config["objective"].startswith("flow_map")
+    kind, _ = OBJECTIVES[config["objective"]]
     is_latent = description["kind"] == "latents"
-    if is_map and config.given.keys() & {"timesteps", "timestep_std", "t_range"} and not is_resumed:
+    if kind.is_map and config.given.keys() & {"timesteps", "timestep_std", "t_range"} and not is_resumed:
         raise UserError("a flow map draws t by its own rule; accepted: no timesteps, timestep_std, t_range")
     if config["objective"] == "eps" and config["noise_schedule"] == "cosine" and is_latent and not is_resumed:
         raise UserError("objective=eps on latents draws noise with noise_schedule=cosine; accepted: linear")
