@@ -40,6 +40,7 @@ from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import check_unchanged, open_dataset, start_verifying
 from nanodiff.data.pixels import from_stored
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device
+from nanodiff.diffusion.flow import Training
 from nanodiff.diffusion.guidance import choose_guidance, parse_interval
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, learns_guidance, make_process, why_unguided  # noqa: F401
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (setting)
@@ -99,7 +100,7 @@ lora_rank = 0  # >= 0: train adapters of this rank (LoRA), and new classes; 0 = 
 # What is learned
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: flow = velocity, flow_x0 = image; flow_map,
 #                     flow_map_x0 = jumps, tuned from a flow run; others = Gaussian diffusion
-timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
+timesteps = "auto"  # {TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for classifier-free guidance
 # Optimisation
@@ -482,7 +483,6 @@ while True:
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
     t, t_weight = t_distribution.sample(u_t)  # (N,), (N,): by inverse CDF; most laws of t weigh all 1
-    process.done = step / num_iterations
     if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:  # autocast would cast in every micro-step
         optim.cast_weights(raw_model)
 
@@ -504,10 +504,11 @@ while True:
         #     x_t = (1 - t) * x0 + t * noise
         #     loss = mean((model(x_t, t, y) - (noise - x0))^2)    the network sees 62.5 t: time_input
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
+        training = Training(step / num_iterations, draw_jumps)
         if fp8 and micro_step == 0 and (step == saver.step or due(eval_every) or step & (step - 1) == 0):
-            calibrate(raw_model, process, autocast, (x0, t[rows], noise, cond, draw_jumps), total_batch_size // world)
+            calibrate(raw_model, process, autocast, (x0, t[rows], noise, cond, training), total_batch_size // world)
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # asks model(x_t, t): "loss", ... (B,)
+            terms = process.losses(model, x0, t[rows], noise, cond, training)  # asks model(x_t, t): "loss", ... (B,)
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps
         optim.last_micro_step = micro_step == grad_accum_steps - 1  # its backward sends gradients while it computes
         scaler.scale(loss).backward()

@@ -10,7 +10,7 @@ from tiny_runs import assert_ranks_agree, assert_resumes
 
 from nanodiff.common import make_generator
 from nanodiff.conditions import Conditioned
-from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.flow import FlowMatching, Training
 from nanodiff.diffusion.flow_map import FlowMap
 from nanodiff.formats.load import load_run
 from nanodiff.formats.start import teach
@@ -18,6 +18,7 @@ from nanodiff.models.dit import DiT, DiTConfig
 
 IMAGES = torch.tensor([[1.0, 0.0], [-1.0, 0.5]])[:, :, None, None]  # a data set of one image per class
 NULL = 2
+TRAINING = Training(0.0, torch.rand_like)
 
 
 class Perfect:
@@ -51,14 +52,14 @@ def test_the_loss_is_least_where_the_model_is_guided():
     process = FlowMatching(cfg_scale=3.0, cfg_interval=(0.3, 0.7), guided_from=0.0)
     x0, t, noise, y = rows()
     inside = (t > 0.3) & (t < 0.7)
-    guided = process.losses(Perfect(3.0), x0, t, noise, {"y": y}, torch.rand_like)["loss"]
-    plain = process.losses(Perfect(), x0, t, noise, {"y": y}, torch.rand_like)["loss"]
+    guided = process.losses(Perfect(3.0), x0, t, noise, {"y": y}, TRAINING)["loss"]
+    plain = process.losses(Perfect(), x0, t, noise, {"y": y}, TRAINING)["loss"]
     assert guided[inside].max() < 1e-8 < 1e-3 < plain[inside].max()
     assert plain[~inside].max() < 1e-8 < 1e-3 < guided[~inside].max()
     learned, perfect = torch.zeros_like(x0, requires_grad=True), Perfect()
     model = lambda x_t, t, y: perfect(x_t, t, y) + (learned if (y != NULL).all() else 0)
     model.config = perfect.config
-    process.losses(model, x0, t, noise, {"y": y}, torch.rand_like)["loss"].sum().backward()
+    process.losses(model, x0, t, noise, {"y": y}, TRAINING)["loss"].sum().backward()
     x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * noise
     added = Perfect(3.0)(x_t, 1000 * t, y) - perfect(x_t, 1000 * t, y)
     torch.testing.assert_close(learned.grad[inside], -added[inside] / 3, rtol=1e-3, atol=1e-4)  # 1 / cfg_scale of it
@@ -68,11 +69,11 @@ def test_scale_1_and_unlabelled_rows_have_the_plain_loss():
     x0, t, noise, y = rows()
     guided = FlowMatching(guided_from=0.0)
     plain = FlowMatching().losses(Perfect(2.0), x0, t, noise, {"y": y})["loss"]
-    assert torch.equal(guided.losses(Perfect(2.0), x0, t, noise, {"y": y}, torch.rand_like)["loss"], plain)
+    assert torch.equal(guided.losses(Perfect(2.0), x0, t, noise, {"y": y}, TRAINING)["loss"], plain)
     y[:] = NULL
     losses = []
     for guided.cfg_scale in (1.0, 5.0):
-        losses.append(guided.losses(Perfect(), x0, t, noise, {"y": y}, torch.rand_like)["loss"])
+        losses.append(guided.losses(Perfect(), x0, t, noise, {"y": y}, TRAINING)["loss"])
     assert torch.equal(*losses)
 
 
@@ -93,12 +94,12 @@ def test_an_untrained_map_is_its_flow_model():
     assert (process.losses(student, x0, t, noise, {})["loss"] > 0).all()  # that of validation is the data's
     used = []
     student.register_forward_pre_hook(lambda _, args: used.append(args[1]))
-    reported = process.losses(student, x0, t, noise, {}, torch.rand_like)["t"]  # for means by quarter of t
+    reported = process.losses(student, x0, t, noise, {}, TRAINING)["t"]  # for means by quarter of t
     assert torch.equal(1000 * reported, used[-1]) and (reported != t).any()
     straight = lambda x_t, t, h=None: (x_t - x0[:1]) / (t.view(-1, 1, 1, 1) / 1000)
     process = FlowMap()
     process.learn_from(SimpleNamespace(process=FlowMatching(), model=straight))
-    assert (process.losses(straight, x0[:1].expand_as(x0), t, noise, {}, torch.rand_like)["loss"] < 1e-6).all()
+    assert (process.losses(straight, x0[:1].expand_as(x0), t, noise, {}, TRAINING)["loss"] < 1e-6).all()
 
 
 def test_the_teacher_is_asked_for_its_own_classes():
@@ -143,7 +144,7 @@ def test_a_jump_is_taught_from_where_another_lands(shift):
 
     x0, noise = MEAN + STD * torch.randn(999, 1, 1, 1), torch.randn(999, 1, 1, 1)
     jumps = lambda like: torch.rand(like.shape) * torch.tensor([1, 1, 0.8]) + torch.tensor([0, 0, 0.2])  # none is short
-    losses = process.losses(exact, x0, torch.rand(999), noise, {}, jumps)["loss"]
+    losses = process.losses(exact, x0, torch.rand(999), noise, {}, Training(0.0, jumps))["loss"]
     learned, used = calls
     assert {(t, m) for t, m in used if m < t} <= learned and losses.mean() < 0.0005
 
@@ -163,14 +164,13 @@ def test_the_map_of_gaussian_data():
     process.learn_from(SimpleNamespace(process=FlowMatching(), model=velocity))
     adam = torch.optim.Adam(layers.parameters(), lr=5e-3)
     for step in range(1500):
-        process.done = step / 1500
-        adam.param_groups[0]["lr"] = 5e-3 * (1 - process.done)
+        adam.param_groups[0]["lr"] = 5e-3 * (1 - step / 1500)
         x0 = MEAN + STD * torch.randn(512, 1, 1, 1, generator=g)
         noise = torch.randn(512, 1, 1, 1, generator=g)
         t = torch.rand(512, generator=g)
         rand = lambda like: torch.rand(like.shape, generator=g)
         adam.zero_grad()
-        process.losses(student, x0, t, noise, {}, rand)["loss"].mean().backward()
+        process.losses(student, x0, t, noise, {}, Training(step / 1500, rand))["loss"].mean().backward()
         adam.step()
     z = torch.linspace(-1.5, 1.5, 9).view(-1, 1, 1, 1)
     with torch.no_grad():

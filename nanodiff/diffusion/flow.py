@@ -3,8 +3,10 @@
 x_t = (1 - t) x0 + t noise, t in [0, 1]; the velocity v = dx_t/dt = noise - x0 is what the network learns.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -75,6 +77,13 @@ def sde(velocity, x, t, t_next, generator):
 SAMPLERS = {"euler": euler, "heun": heun, "ralston": ralston, "sde": sde}
 
 
+class Training(NamedTuple):
+    """What a loss depends on in training alone."""
+
+    progress: float  # the fraction of the run that is over
+    draw: Callable  # draw(x): random numbers uniform in [0, 1), of x's shape, a row per image
+
+
 @dataclass(eq=False)
 class FlowMatching:
     """The network predicts `prediction`, "v" or "x0"; the loss is on v in both cases.
@@ -104,7 +113,6 @@ class FlowMatching:
     samplers = SAMPLERS
     default_sampler = "heun"
     default_steps = 25
-    done = 0.0  # the fraction of the run that is over
 
     def shift(self, t):
         """t with the same effect of noise on s^2 times as many pixels (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
@@ -127,10 +135,10 @@ class FlowMatching:
         low, high = self.cfg_interval
         return per_image((low <= t) & (t <= high))
 
-    def losses(self, model, x0, t, noise, cond, draw=None) -> Tensors:
+    def losses(self, model, x0, t, noise, cond, training=None) -> Tensors:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,).
 
-        `draw`: random numbers for flow maps, passed only in training; here only its presence matters.
+        `training`: a Training; None in validation.
         From `guided_from` of the run on, the model learns its own classifier-free guidance of scale w (GFT, Chen et al.
         2025, arXiv:2501.15420; Tang et al. 2025, arXiv:2502.12154). With sg = no gradient, the target becomes
             noise - x0 + (1 - 1/w) sg[v(x_t, t, y) - v(x_t, t, null)],
@@ -140,7 +148,7 @@ class FlowMatching:
         x_t = self.noised(x0, per_image(t), noise)
         v = self.velocity(model, x_t, t, **cond)
         target = noise - x0
-        if draw and self.done >= self.guided_from:
+        if training and training.progress >= self.guided_from:
             unlabelled = cond | null_condition(model.config, cond)
             with torch.no_grad():  # for all rows: a compiled model has one batch size
                 toward_class = v - self.velocity(model, x_t, t, **unlabelled)

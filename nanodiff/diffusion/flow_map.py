@@ -77,12 +77,12 @@ class FlowMap(FlowMatching):
             v = v * per_image(MIN_T / t.clamp(0.01, MIN_T))
         return v
 
-    def losses(self, model, x0, t, noise, cond, draw=None) -> Tensors:
-        """{"loss": (N,), "t": (N,)}: the loss of u, and the t at which the jumps begin. Without `draw` (in validation),
-        the plain loss of v. draw(like) returns numbers uniform in [0, 1), a row per image."""
-        if draw is None:
+    def losses(self, model, x0, t, noise, cond, training=None) -> Tensors:
+        """{"loss": (N,), "t": (N,)}: the loss of u, and the t at which the jumps begin. Without `training`, the plain
+        loss of v."""
+        if training is None:
             return super().losses(model, x0, t, noise, cond)
-        u_n, u_i, u_kind = draw(t.new_empty(len(t), 3)).unbind(1)
+        u_n, u_i, u_kind = training.draw(t.new_empty(len(t), 3)).unbind(1)
         # 80% of the rows jump between two of the times 0, 1/4, 1/2, 3/4, 1; 20% jump by at most 1/4, anywhere
         quarters = 1 + (4 * u_n).floor()
         first = ((5 - quarters) * u_i).floor()

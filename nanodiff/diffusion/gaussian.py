@@ -314,7 +314,7 @@ class GaussianDiffusion:
         nll = -discretized_gaussian_log_likelihood(x0, mean, log_variance)
         return torch.where(t == 0, mean_flat(nll), mean_flat(kl)) / math.log(2)
 
-    def losses(self, model, x0, t, noise, cond, draw=None) -> Tensors:
+    def losses(self, model, x0, t, noise, cond, training=None) -> Tensors:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
 
         kl: term t of the bound. rescaled_kl: T times kl, whose mean over t is the whole bound. mse: the squared error

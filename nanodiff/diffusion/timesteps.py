@@ -106,18 +106,16 @@ class LossSecondMoment(Timesteps):
             seen[row] += 1
 
 
-FOR_BOTH = {"uniform": uniform}
-FOR_FLOW = {"logit-normal": logit_normal}  # t is continuous; may use process.shift and process.timestep_std
-FOR_GAUSSIAN = {"loss-second-moment": LossSecondMoment}  # t is an integer below process.num_timesteps
-TIMESTEPS = FOR_BOTH | FOR_FLOW | FOR_GAUSSIAN
+# t is continuous; may use process.shift and process.timestep_std
+FOR_FLOW = {"auto": logit_normal, "uniform": uniform, "logit-normal": logit_normal}
+# t is an integer below process.num_timesteps
+FOR_GAUSSIAN = {"auto": uniform, "uniform": uniform, "loss-second-moment": LossSecondMoment}
+TIMESTEPS = FOR_FLOW | FOR_GAUSSIAN
 
 
 def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps:
-    """The distribution `name`; "auto" is logit-normal for flow matching, else uniform."""
-    if process.is_gaussian:
-        table = {"auto": uniform} | FOR_BOTH | FOR_GAUSSIAN
-    else:
-        table = {"auto": logit_normal} | FOR_BOTH | FOR_FLOW
+    """The distribution `name`."""
+    table = FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW
     if name not in table:
         raise UserError(f"timesteps={name} is not for {process.kind}; accepted: {', '.join(table)}")
     draw = table[name]

@@ -108,11 +108,11 @@ def calibrate(model: nn.Module, process, autocast, batch, share: int) -> None:
 
     `batch`: process.losses' arguments after the model. `share`: images per rank and step, over which the loss averages.
     """
-    *tensors, cond, draw_jumps = batch
+    *tensors, cond, training = batch
     cond = {name: value[:8] for name, value in cond.items()}
     model.eval()
     with uncompiled(), autocast:
-        losses = process.losses(model, *(x[:8] for x in tensors), cond, draw_jumps)["loss"]
+        losses = process.losses(model, *(x[:8] for x in tensors), cond, training)["loss"]
         torch.autograd.grad(losses.sum() / share, model.patch_embed.weight)  # through all blocks
     model.train()
     scales = from_first_rank(model.scales.tolist(), "the scales of fp8")
