@@ -80,14 +80,14 @@ def some_conditions(config: Conditioned, n: int, device="cpu") -> Tensors:
     }
 
 
-def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> Tensors:
-    """The model's inputs beside x_t and t: the `given` conditions that it takes and those made from x0; null where
-    `dropped` (N,) is True."""
-    rows = given | made_from(x0, config)
+def conditioning(config: Conditioned, conditions: dict, x0=None, is_dropped=None) -> Tensors:
+    """The model's inputs beside x_t and t: those of `conditions` that it takes and those made from x0; null where
+    `is_dropped` (N,) is True."""
+    rows = conditions | made_from(x0, config)
     cond = {name: rows[name] for name in row_shapes(config)}
-    if dropped is not None:
+    if is_dropped is not None:
         for name, null in null_condition(config, cond).items():
-            is_null = dropped.view(-1, *[1] * (null.ndim - 1))
+            is_null = is_dropped.view(-1, *[1] * (null.ndim - 1))
             cond[name] = torch.where(is_null, null, cond[name])
     return cond
 
@@ -146,16 +146,16 @@ GIVEN = ("given_channels", "given_scaling")  # keys of second images, whose chan
 def describe_conditions(meta: dict) -> dict:
     """A codec's description of the conditions, from a set's meta.json: FACTS, class names, statistics."""
     class_names = meta["class_names"]
-    described = {"num_classes": len(class_names), "class_names": class_names}
-    described |= {key: meta[key] for key in GIVEN if key in meta}
+    description = {"num_classes": len(class_names), "class_names": class_names}
+    description |= {key: meta[key] for key in GIVEN if key in meta}
     for name, (dim, length) in NUMBERS.items():
-        facts = meta.get(name, {"dim": 0, "len": 0})
-        described[dim] = facts["dim"]
-        described[length] = facts["len"]
+        shape = meta.get(name, {"dim": 0, "len": 0})
+        description[dim] = shape["dim"]
+        description[length] = shape["len"]
         if name in meta:
-            mean, std = np.array([facts["mean"], facts["std"]], float).reshape(2, facts["dim"]).tolist()
-            described[name] = {"mean": mean, "std": std}
-    return described
+            mean, std = np.array([shape["mean"], shape["std"]], float).reshape(2, shape["dim"]).tolist()
+            description[name] = {"mean": mean, "std": std}
+    return description
 
 
 def to_stored(name: str, rows, meta: dict) -> np.ndarray:
@@ -165,11 +165,11 @@ def to_stored(name: str, rows, meta: dict) -> np.ndarray:
         assert rows.ndim == 1 and 0 <= rows.min() <= rows.max() < len(meta["class_names"])
         return rows
     with np.errstate(over="ignore"):
-        stored = np.asarray(rows).astype(np.float16)
-    if not np.isfinite(stored).all():
+        values = np.asarray(rows).astype(np.float16)
+    if not np.isfinite(values).all():
         raise UserError(f"{name} hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
-    meta.setdefault(name, {"dim": stored.shape[-1], "len": stored.shape[1] if stored.ndim == 3 else 0})
-    return stored
+    meta.setdefault(name, {"dim": values.shape[-1], "len": values.shape[1] if values.ndim == 3 else 0})
+    return values
 
 
 def note_statistics(rows: dict[str, list], meta: dict) -> None:

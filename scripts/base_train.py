@@ -497,7 +497,7 @@ while True:
         # Drop the conditions of some images: guidance also needs the model without them. A dropped label becomes the
         # null class, one beyond the last; vectors and second images become NaN
         cond = from_stored(stored_cond, codec.description, flips)
-        cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
+        cond = conditioning(model_config, cond, x0, is_dropped=u_drop[rows] < label_drop)
         if dropout:
             torch.manual_seed(make_generator(seed, step, DROPOUT, first).initial_seed())
         # Flow matching (flow.py; or noise prediction, gaussian.py; jumps, flow_map.py), t from 0 (image) to 1 (noise):

@@ -40,17 +40,17 @@ if out and not out.endswith(suffix):
 if lora and not out:
     raise UserError(f"lora={lora!r} without out, whose default is the name of the model alone")
 meta, tensors = read(*find(model, step=checkpoint_step, ema=ema), lora, lora_scale)
-loaded = build(meta, tensors, "cpu")
-told = {}
+source = build(meta, tensors, "cpu")
+options = {}
 if form != "safetensors":
-    tensors, told = to_published(form, loaded, tensors)
+    tensors, options = to_published(form, source, tensors)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write
 
-default = loaded.path.stem  # here
-if loaded.run_dir:
-    default = loaded.run_dir / "exports" / f"{loaded.run_dir.name}_{loaded.step:06d}_{loaded.weights}"
+default = source.path.stem  # here
+if source.run_dir:
+    default = source.run_dir / "exports" / f"{source.run_dir.name}_{source.step:06d}_{source.weights}"
 path = at(out or f"{default}{suffix}")
 if path.exists() and not overwrite:
     raise UserError(f"out={out!r}: {path} is there already; accepted: another path, or --overwrite")
@@ -60,14 +60,14 @@ try:
         meta.pop("lora", None)  # merged
         save_safetensors(tensors, path, described(meta | {"sha256": fingerprint(tensors)}))
     else:
-        state = tensors if form == "openai" else {"ema": tensors, "nanodiff": told}
+        state = tensors if form == "openai" else {"ema": tensors, "nanodiff": options}
         with writing(path) as file:
             torch.save(state, file)
 except OSError as e:
     raise UserError(f"out={out!r}: cannot write {path}: {e}") from e
 
-num_params = sum(p.numel() for p in loaded.model.parameters())
-print0(f"{num_params:,} parameters of {loaded.source} ({loaded.weights}): {path}")
-print0(f"to sample: python -m scripts.sample --model={shlex.quote(with_options(path, told))}")
+num_params = sum(p.numel() for p in source.model.parameters())
+print0(f"{num_params:,} parameters of {source.source} ({source.weights}): {path}")
+print0(f"to sample: python -m scripts.sample --model={shlex.quote(with_options(path, options))}")
 if form != "safetensors":
     print0("other loaders must be told the same")

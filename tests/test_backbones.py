@@ -212,7 +212,7 @@ def test_a_condition_matters_to_its_image_alone_and_null_differs_from_every_valu
     """Also from zeros, which are the mean of vectors and a grey image; words have an order."""
     model, (x, t, y) = build(config, **more), inputs()
     cond = some_conditions(model.config, 3) | {"y": y}
-    null = conditioning(model.config, cond, dropped=torch.ones(3, dtype=torch.bool))
+    null = conditioning(model.config, cond, is_dropped=torch.ones(3, dtype=torch.bool))
     assert null["y"].tolist() == [5] * 3 and all(null[name].isnan().all() for name in null.keys() - {"y"})
     sentence = {"vectors": torch.eye(5, 7).expand(3, 5, 7)} if "vector_len" in more else {}
     changes = [(cond | sentence, {name: words.flip(1) for name, words in sentence.items()})]

@@ -155,7 +155,7 @@ def test_the_map_of_gaussian_data():
     hidden = [torch.nn.Linear(2, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64), torch.nn.SiLU()]
     layers = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 2))
 
-    def student(x, model_t, h=None, at=None):  # u = a(t, h) x + b(t, h), as the map of Gaussian data is
+    def student(x, model_t, h=None, time=None):  # u = a(t, h) x + b(t, h), as the map of Gaussian data is
         h = torch.zeros_like(model_t) if h is None else h
         a, b = layers(torch.stack([model_t / 1000, h / 50], dim=1))[:, :, None, None, None].unbind(1)
         return a * x + b

@@ -17,7 +17,7 @@ image = lambda x: x[:, :, None, None]  # (N, C, 1, 1)
 flat = lambda x: x[:, :, 0, 0]
 
 
-def perfect(x_t, model_t, at):
+def perfect(x_t, model_t, time):
     """E[noise - x0 | x_t] of the Gaussian data."""
     t = model_t[0].item() / 1000
     assert torch.all(model_t == model_t[0])
@@ -33,7 +33,7 @@ def normal():
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_keeps_the_marginals(sampler):
     calls, noise = [], torch.randn(40_000, 2, generator=make_generator(1))
-    model = lambda x_t, t, at: calls.append((t[0].item() / 1000, x_t)) or perfect(x_t, t, at)
+    model = lambda x_t, t, time: calls.append((t[0].item() / 1000, x_t)) or perfect(x_t, t, time)
     x0 = FlowMatching().sample(model, image(noise), 100, sampler, normal())
     for t, x_t in [*calls[::11], (0.0, x0)]:
         torch.testing.assert_close(flat(x_t).mean(0), (1 - t) * MU, rtol=0, atol=0.02)
@@ -65,7 +65,7 @@ def test_paths_to_a_single_image_are_straight(sampler, steps, prediction):
     x0, noise = torch.randn(2, 3, 4, 4, generator=make_generator(0, 0)), torch.randn(2, 3, 4, 4)
     times, guesses = [], []
 
-    def model(x_t, t, at):
+    def model(x_t, t, time):
         times.append(round(t[0].item() / 1000, 5))
         return x0 if prediction == "x0" else (x_t - x0) / (t.view(-1, 1, 1, 1) / 1000)
 

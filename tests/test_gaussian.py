@@ -27,7 +27,7 @@ oracle = GaussianOracle(mean=[0.3, -0.5, 0.1], cov=[[0.5, 0.3, 0.0], [0.3, 0.4, 
 
 
 def toy_model(learned):
-    def model(x, t, at=None):
+    def model(x, t, time=None):
         out = 0.6 * x + 0.2 * torch.sin(3 * x) + 0.0003 * t[:, None, None, None]
         return torch.cat([out, torch.tanh(0.7 * x)], dim=1) if learned else out
 
@@ -176,7 +176,7 @@ class NoFloat64(TorchDispatchMode):
 
 def test_losses_are_fp32_and_no_float64_reaches_the_device():
     process = GaussianDiffusion("cosine", 4, variance="learned_range", gaussian_loss="rescaled_mse")
-    model = lambda x, t, at=None: torch.cat([x, torch.tanh(x)], dim=1).bfloat16()
+    model = lambda x, t, time=None: torch.cat([x, torch.tanh(x)], dim=1).bfloat16()
     x = torch.randn(4, 3, 2, 2)
     with NoFloat64():
         losses = process.losses(model, x, torch.arange(4), x, {})
@@ -193,7 +193,7 @@ def test_orders_of_convergence(sampler, order, lengths):
     noise = torch.randn(20, 3, 1, 1, generator=torch.Generator().manual_seed(0))
     errors, process = [], GaussianDiffusion(objective="x0", clip_denoised=False)
     scales = lambda t: np.sqrt([process.alpha_bar[t], 1 - process.alpha_bar[t]])
-    perfect = lambda x_t, t, at: oracle.x0(x_t, *scales(int(t[0]))).float()
+    perfect = lambda x_t, t, time: oracle.x0(x_t, *scales(int(t[0]))).float()
     for n in (40, 80, 160):
         lam = np.append(0, np.cumsum(np.resize(lengths, n)))
         alpha_bar = 1 / (1 + np.exp(-2 * (2 - 5 * lam / lam[-1])))
@@ -209,9 +209,9 @@ def test_few_steps_keep_the_deviation_of_data(steps):
     """dpm++ does, within 5%, though lambda leaps at the end."""
     process, std = GaussianDiffusion("cosine", objective="x0", rescale_timesteps=True), 0.3
 
-    def perfect(x, t, at):
-        at = process.at(t.round().long())
-        alpha, sigma = at.sqrt_alpha_bar, at.sqrt_one_minus_alpha_bar
+    def perfect(x, t, time):
+        coef = process.coefficients(t.round().long())
+        alpha, sigma = coef.sqrt_alpha_bar, coef.sqrt_one_minus_alpha_bar
         return alpha * std**2 / ((alpha * std) ** 2 + sigma**2) * x
 
     noise = torch.linspace(-2, 2, 9).view(9, 1, 1, 1)
@@ -223,7 +223,7 @@ def test_few_steps_keep_the_deviation_of_data(steps):
 def test_progress_and_steps(sampler):
     process = GaussianDiffusion("linear", 100, rescale_timesteps=True)
     x_T, ts, calls = torch.randn(2, 3, 4, 4), [], []
-    denoiser = lambda x, t, at: ts.append(t[0].item()) or 0.1 * x
+    denoiser = lambda x, t, time: ts.append(t[0].item()) or 0.1 * x
     out = process.sample(denoiser, x_T, 5, sampler, progress=lambda i, steps, x0: calls.append((i, steps, x0)))
     assert [(i, steps) for i, steps, _ in calls] == [(i, 5) for i in range(1, 6)]
     assert ts == pytest.approx([10 * t for t in reversed(space_timesteps(100, "5"))])
@@ -238,5 +238,5 @@ def test_progress_and_steps(sampler):
 @pytest.mark.parametrize("clip, expected", [(True, 1.0), (False, 3.0)])
 def test_clipping(sampler, clip, expected):
     process = GaussianDiffusion("cosine", 20, objective="x0", clip_denoised=clip)
-    x0 = process.sample(lambda x, t, at: torch.full_like(x, 3.0), torch.randn(1, 1, 2, 2), sampler=sampler)
+    x0 = process.sample(lambda x, t, time: torch.full_like(x, 3.0), torch.randn(1, 1, 2, 2), sampler=sampler)
     torch.testing.assert_close(x0, torch.full_like(x0, expected))

@@ -108,7 +108,7 @@ def test_a_gray_mask_is_less_strength(process):
     """A pixel at level m is kept for a fraction m of the steps: an even gray is SDEdit of strength 1 - m."""
     x0, noise = torch.randn(2, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     sampler = "ddim" if process.is_gaussian else "euler"
-    denoiser = lambda x_t, t, at: torch.sin(3 * x_t)
+    denoiser = lambda x_t, t, time: torch.sin(3 * x_t)
 
     def sample(strength, level):
         known = Known(x0, strength, torch.full((1, 1, 4, 4), level))
@@ -125,7 +125,7 @@ def test_the_known_part_has_the_noise_of_each_step(process):
     """Of every x_t it is the forward process's, with the noise that sampling started from."""
     x0, noise = torch.randn(2, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     known, seen = Known(x0, 1.0, torch.ones(1, 1, 4, 4)), []
-    denoiser = lambda x_t, t, at: seen.append((x_t.clone(), t)) or torch.zeros_like(x_t)
+    denoiser = lambda x_t, t, time: seen.append((x_t.clone(), t)) or torch.zeros_like(x_t)
     process.sample(denoiser, noise, 5, "ddim" if process.is_gaussian else "euler", start_image=known)
     assert len(seen) == 5
     for x_t, t in seen[1:]:

@@ -149,9 +149,9 @@ class FlowMatching:
         v = self.velocity(model, x_t, t, **cond)
         target = noise - x0
         if training and training.progress >= self.guided_from:
-            unlabelled = cond | null_condition(model.config, cond)
+            null_cond = cond | null_condition(model.config, cond)
             with torch.no_grad():  # for all rows: a compiled model has one batch size
-                toward_class = v - self.velocity(model, x_t, t, **unlabelled)
+                toward_class = v - self.velocity(model, x_t, t, **null_cond)
             share = self.is_guided(t) * (1 - 1 / self.cfg_scale)
             target = target + share * toward_class
         error = (v - target).square()
@@ -178,7 +178,7 @@ class FlowMatching:
 
         def velocity(x, *times):
             tensors = [torch.full((len(x),), t, device=x.device) for t in times]
-            return self.velocity(denoiser, x, *tensors, at=times[0])
+            return self.velocity(denoiser, x, *tensors, time=times[0])
 
         times = self.shift(torch.linspace(1, 0, steps + 1)).tolist()
         x = noise.float()

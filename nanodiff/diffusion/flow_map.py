@@ -71,8 +71,8 @@ class FlowMap(FlowMatching):
         else:
             null = null_condition(model.config, cond)
             v, v_null = with_and_without(velocity, x_t, t, cond, null)
-            guided = v_null + self.cfg_scale * (v - v_null)
-            v = torch.where(self.is_guided(t), guided, v)
+            v_guided = v_null + self.cfg_scale * (v - v_null)
+            v = torch.where(self.is_guided(t), v_guided, v)
         if self.teacher.process.prediction == "x0":  # below t = MIN_T, x - x0 was divided by MIN_T instead of t
             v = v * per_image(MIN_T / t.clamp(0.01, MIN_T))
         return v

@@ -43,11 +43,11 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
     counts = [int(count) for count in spec.removeprefix("ddim").split(",")]
     if spec.startswith("ddim"):
         stride = math.ceil(num_timesteps / counts[0])
-        kept = list(range(0, num_timesteps, stride))
-        if len(kept) != counts[0]:
+        timesteps = list(range(0, num_timesteps, stride))
+        if len(timesteps) != counts[0]:
             raise UserError(f"respacing={spec!r}: no integer stride takes {counts[0]} of {num_timesteps} timesteps")
-        return kept
-    kept = []
+        return timesteps
+    timesteps = []
     sections = np.array_split(np.arange(num_timesteps), len(counts))
     for section, count in zip(sections, counts):
         if count > len(section):
@@ -55,9 +55,9 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
         stride = (len(section) - 1) / max(count - 1, 1)
         position = 0.0
         for _ in range(count):
-            kept.append(int(section[round(position)]))
+            timesteps.append(int(section[round(position)]))
             position += stride  # summed, not multiplied: rounds as the published code does, also at halves
-    return kept
+    return timesteps
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,10 +114,10 @@ def ddim(process, x_t, i, p, x0_last, generator, eta):
     t = full(x_t, i)
     _, _, x0 = p
     eps = process.eps_from_x0(x_t, t, x0)
-    at = process.at(t)
-    variance = eta**2 * at.posterior_variance  # sigma_t^2 of eq. 16
-    direction = (at.one_minus_alpha_bar_prev - variance).sqrt() * eps
-    x_prev = at.sqrt_alpha_bar_prev * x0 + direction
+    coef = process.coefficients(t)
+    variance = eta**2 * coef.posterior_variance  # sigma_t^2 of eq. 16
+    direction = (coef.one_minus_alpha_bar_prev - variance).sqrt() * eps
+    x_prev = coef.sqrt_alpha_bar_prev * x0 + direction
     if eta:
         x_prev = x_prev + variance.sqrt() * generator.randn_like(x_t)
     return x_prev
@@ -205,7 +205,7 @@ class GaussianDiffusion:
         }
         self.on_device = {}  # device -> all tables in fp32
 
-    def at(self, t) -> SimpleNamespace:
+    def coefficients(self, t) -> SimpleNamespace:
         """Entries t (N,) of each table as fp32 (N, 1, 1, 1), as MPS has no float64."""
         if t.device not in self.on_device:
             tables = np.stack(list(self.tables.values())).astype(np.float32)
@@ -221,21 +221,21 @@ class GaussianDiffusion:
         T = self.num_timesteps
         if not isinstance(steps, str) and not 1 <= steps <= T:
             raise UserError(f"steps (sample_steps)={steps}; accepted: 1 to {T}, the timesteps of this process")
-        kept = space_timesteps(T, str(steps))
-        if len(kept) == 1:
-            kept = [T - 1]  # from noise; the published rule keeps t = 0
-        if len(kept) == T:
+        timesteps = space_timesteps(T, str(steps))
+        if len(timesteps) == 1:
+            timesteps = [T - 1]  # from noise; the published rule keeps t = 0
+        if len(timesteps) == T:
             return self
         if self.objective == "x_prev":
             raise UserError(f"steps (sample_steps)={steps}; accepted: {T}, as objective=x_prev predicts single steps")
         process = copy.copy(self)
-        process.set_alpha_bar(self.alpha_bar[kept], self.model_t[kept])
+        process.set_alpha_bar(self.alpha_bar[timesteps], self.model_t[timesteps])
         return process
 
     def q_sample(self, x0, t, noise):
         """x_t ~ q(x_t | x_0) (Ho et al. eq. 4)."""
-        at = self.at(t)
-        return at.sqrt_alpha_bar * x0 + at.sqrt_one_minus_alpha_bar * noise
+        coef = self.coefficients(t)
+        return coef.sqrt_alpha_bar * x0 + coef.sqrt_one_minus_alpha_bar * noise
 
     def noised(self, x0, i: int, noise):
         """x0 at timestep i of sampling: the image itself at -1, pure noise at T - 1."""
@@ -247,13 +247,13 @@ class GaussianDiffusion:
 
     def q_posterior(self, x0, x_t, t):
         """mean (N, C, H, W) and log_variance (N, 1, 1, 1) of q(x_{t-1} | x_t, x_0)."""
-        at = self.at(t)
-        mean = at.posterior_mean_coef1 * x0 + at.posterior_mean_coef2 * x_t
-        return mean, at.posterior_log_variance_clipped
+        coef = self.coefficients(t)
+        mean = coef.posterior_mean_coef1 * x0 + coef.posterior_mean_coef2 * x_t
+        return mean, coef.posterior_log_variance_clipped
 
     def eps_from_x0(self, x_t, t, x0):
-        at = self.at(t)
-        return (x_t - at.sqrt_alpha_bar * x0) / at.sqrt_one_minus_alpha_bar
+        coef = self.coefficients(t)
+        return (x_t - coef.sqrt_alpha_bar * x0) / coef.sqrt_one_minus_alpha_bar
 
     def target(self, x0, x_t, t, noise):
         """What the model should output, (N, C, H, W)."""
@@ -263,28 +263,28 @@ class GaussianDiffusion:
             return x0
         if self.objective == "x_prev":
             return self.q_posterior(x0, x_t, t)[0]
-        at = self.at(t)  # v: Salimans and Ho 2022, arXiv:2202.00512, section 4
-        return at.sqrt_alpha_bar * noise - at.sqrt_one_minus_alpha_bar * x0
+        coef = self.coefficients(t)  # v: Salimans and Ho 2022, arXiv:2202.00512, section 4
+        return coef.sqrt_alpha_bar * noise - coef.sqrt_one_minus_alpha_bar * x0
 
     def predict(self, model, x_t, t, **cond):
         """The model's output at x_t in fp32: the objective (N, C, H, W), and C channels of a learned variance or 0."""
-        return model(x_t, self.at(t).model_t.flatten(), **cond).float().tensor_split([x_t.shape[1]], dim=1)
+        return model(x_t, self.coefficients(t).model_t.flatten(), **cond).float().tensor_split([x_t.shape[1]], dim=1)
 
     def predict_x0(self, prediction, x_t, t):
         """The x0 that a prediction at x_t implies: the inverse of `target`."""
-        at = self.at(t)
+        coef = self.coefficients(t)
         if self.objective == "eps":
-            return (x_t - at.sqrt_one_minus_alpha_bar * prediction) / at.sqrt_alpha_bar
+            return (x_t - coef.sqrt_one_minus_alpha_bar * prediction) / coef.sqrt_alpha_bar
         if self.objective == "x0":
             return prediction
         if self.objective == "x_prev":
-            return (prediction - at.posterior_mean_coef2 * x_t) / at.posterior_mean_coef1
-        return at.sqrt_alpha_bar * x_t - at.sqrt_one_minus_alpha_bar * prediction
+            return (prediction - coef.posterior_mean_coef2 * x_t) / coef.posterior_mean_coef1
+        return coef.sqrt_alpha_bar * x_t - coef.sqrt_one_minus_alpha_bar * prediction
 
     def p_mean_variance(self, prediction, log_variance, x_t, t, clip=False):
         """mean and log_variance of p(x_{t-1} | x_t), and x0, from the model's output: (N, C, H, W) each; a fixed
         log_variance is (N, 1, 1, 1)."""
-        at = self.at(t)
+        coef = self.coefficients(t)
         x0 = self.predict_x0(prediction, x_t, t)
         if clip:
             x0 = x0.clamp(-1, 1)
@@ -294,10 +294,10 @@ class GaussianDiffusion:
         if self.variance == "fixed_small":
             log_variance = min_log
         if self.variance == "fixed_large":
-            log_variance = at.fixed_large_log_variance
+            log_variance = coef.fixed_large_log_variance
         if self.variance == "learned_range":  # -1 ... 1 interpolates from posterior variance to beta (IDDPM eq. 15)
             share = (log_variance + 1) / 2
-            log_variance = share * at.log_betas + (1 - share) * min_log
+            log_variance = share * coef.log_betas + (1 - share) * min_log
         return mean, log_variance, x0
 
     def denoise(self, model, x_t, t, **cond):
@@ -358,7 +358,7 @@ class GaussianDiffusion:
             mse = mean_flat((eps_found - noise) ** 2)
             terms.append(torch.stack([vb, xstart_mse, mse]))
         vb, xstart_mse, mse = torch.stack(terms, dim=2)
-        last = self.at(full(x0, T - 1))
+        last = self.coefficients(full(x0, T - 1))
         zero = x0.new_zeros(())
         kl = normal_kl(last.sqrt_alpha_bar * x0, 2 * last.sqrt_one_minus_alpha_bar.log(), zero, zero)
         prior = mean_flat(kl) / math.log(2)
@@ -395,8 +395,8 @@ class GaussianDiffusion:
             T = round(start_image.strength * T)
             x_t = process.noised(start_image.x0, T - 1, noise)
         for i in reversed(range(T)):
-            at = process.model_t[i] / process.t_end
-            p = process.denoise(denoiser, x_t, full(x_t, i), at=at)
+            time = process.model_t[i] / process.t_end
+            p = process.denoise(denoiser, x_t, full(x_t, i), time=time)
             x_t = SAMPLERS[sampler](process, x_t, i, p, x0, generator, eta)
             _, _, x0 = p
             if start_image:

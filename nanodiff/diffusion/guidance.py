@@ -19,25 +19,26 @@ def parse_interval(text: str, name: str = "cfg_interval", least: float = 0.0, mo
     return low, high
 
 
-def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given):
+def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, overrides):
     """The scale of the guidance that samples get, and its interval of t.
 
     `fault`: why the model cannot be guided, or "". If it cannot, both settings are ignored; a line names those in
-    `given`.
+    `overrides`.
     """
     interval = parse_interval(cfg_interval)
     if cfg_scale != 1 and not fault:
         return cfg_scale, interval
-    ignored = [f"{name}={given[name]}" for name in ("cfg_scale", "cfg_interval", "cfg_channels") if name in given]
-    if ignored and given.get("cfg_scale") != 1:
-        print0(f"samples are not guided and ignore {' and '.join(ignored)}: {fault or 'cfg_scale=1'}")
+    names = [name for name in ("cfg_scale", "cfg_interval", "cfg_channels") if name in overrides]
+    if names and overrides.get("cfg_scale") != 1:
+        settings = " and ".join(f"{name}={overrides[name]}" for name in names)
+        print0(f"samples are not guided and ignore {settings}: {fault or 'cfg_scale=1'}")
     return 1.0, (0.0, 1.0)
 
 
 def make_denoiser(model, cond: dict, settings):
     """denoiser(x_t, model_t, at) -> guided prediction; `cond`, the model's other inputs (see conditioning), is bound.
 
-    `at`: the t of all images, a float in [0, 1]. Reading it from a tensor would wait for the GPU.
+    `time`: the t of all images, a float in [0, 1]. Reading it from a tensor would wait for the GPU.
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
     pass of twice the batch, where t is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724). It guides the
@@ -50,14 +51,14 @@ def make_denoiser(model, cond: dict, settings):
             raise UserError(f"cfg_scale={cfg_scale} without conditions; accepted: 1, there is nothing to guide to")
     low, high = settings.cfg_interval
 
-    def denoiser(x_t, t, at=1.0, **jump):
-        if cfg_scale == 1 or not low - 1e-6 <= at <= high + 1e-6:  # t is rounded to fp32
+    def denoiser(x_t, t, time=1.0, **jump):
+        if cfg_scale == 1 or not low - 1e-6 <= time <= high + 1e-6:  # t is rounded to fp32
             return model(x_t, t, **cond, **jump)
         out, out_null = with_and_without(model, x_t, t, cond, null)
         c = settings.cfg_channels or x_t.shape[1]
-        start = out_null[:, :c]
-        guided = start + cfg_scale * (out[:, :c] - start)
-        return torch.cat([guided, out[:, c:]], dim=1)
+        base = out_null[:, :c]
+        out_guided = base + cfg_scale * (out[:, :c] - base)
+        return torch.cat([out_guided, out[:, c:]], dim=1)
 
     return denoiser
 

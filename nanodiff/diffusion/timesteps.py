@@ -95,15 +95,15 @@ class LossSecondMoment(Timesteps):
     def update(self, t, losses) -> None:
         pairs = torch.stack([t.float(), losses.float()])  # (2, ...): one collective; fp32 holds any t
         if dist.is_initialized():
-            gathered = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]
-            dist.all_gather(gathered, pairs)
-            pairs = torch.stack(gathered, dim=2)  # (2, micro-steps, ranks, B): in the order of the step's images
+            copies = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]
+            dist.all_gather(copies, pairs)
+            pairs = torch.stack(copies, dim=2)  # (2, micro-steps, ranks, B): in the order of the step's images
         history = self.history.numpy()  # views, whose items are cheap to set
-        seen = self.seen.numpy()
+        counts = self.seen.numpy()
         for t, loss in pairs.flatten(1).T.tolist():
             row = int(t)
-            history[row, seen[row] % self.length] = loss
-            seen[row] += 1
+            history[row, counts[row] % self.length] = loss
+            counts[row] += 1
 
 
 # t is continuous; may use process.shift and process.timestep_std

@@ -19,14 +19,14 @@ B = ".lora_B.weight"
 ROWS = ".token_adapter.trainable_tokens_delta"
 
 
-def identity(loaded) -> dict:
+def identity(base_model) -> dict:
     """Identify loaded weights: `base`, an argument for load_run, and `sha256`."""
-    path = (loaded.run_dir or Path(loaded.source)).absolute()
+    path = (base_model.run_dir or Path(base_model.source)).absolute()
     base = str(path)
-    if loaded.run_dir:
+    if base_model.run_dir:
         run = path.name if path.parent == (base_dir() / "runs").absolute() else path  # a tag survives a move
-        base = f"{run},step={loaded.step},ema={loaded.weights}"
-    return {"base": base, "sha256": fingerprint(loaded.model.state_dict())}
+        base = f"{run},step={base_model.step},ema={base_model.weights}"
+    return {"base": base, "sha256": fingerprint(base_model.model.state_dict())}
 
 
 def save_adapters(run_dir: Path, meta: dict, tensors: dict) -> None:
@@ -41,48 +41,48 @@ def save_adapters(run_dir: Path, meta: dict, tensors: dict) -> None:
 
 def check_base(base: dict, tensors: dict, adapters: dict) -> None:
     """UserError unless the adapters were trained on these weights; see merge."""
-    theirs = adapters["lora"]
-    if theirs["sha256"] != fingerprint(tensors):
+    lora = adapters["lora"]
+    if lora["sha256"] != fingerprint(tensors):
         raise UserError(
-            f"{adapters['source']} has adapters for other weights: {theirs['base']} as it was, not {base['source']}"
+            f"{adapters['source']} has adapters for other weights: {lora['base']} as it was, not {base['source']}"
         )
 
 
-def class_rows(table: Tensor, known: list[str], class_names: list[str], num_rows: int) -> Tensor:
-    """A class table (num_rows, C) for `class_names`, with rows taken from the `table` of the classes `known`.
+def class_rows(table: Tensor, table_names: list[str], class_names: list[str], num_rows: int) -> Tensor:
+    """A class table (num_rows, C) for `class_names`, with rows taken from the `table` of the classes `table_names`.
 
     New classes, and the null class in the last row, start as the table's null class; without one, as its mean.
     """
-    classes, null = table.tensor_split([len(known)])  # null: 1 row or none
+    classes, null = table.tensor_split([len(table_names)])  # null: 1 row or none
     rows = [null[0] if len(null) else classes.mean(0)] * num_rows
     for i, name in enumerate(class_names):
-        if name in known:
-            rows[i] = classes[known.index(name)]
+        if name in table_names:
+            rows[i] = classes[table_names.index(name)]
     return torch.stack(rows)
 
 
-def merge(base: dict, tensors: dict, adapters: dict, added: dict, scale: float) -> tuple[dict, dict]:
+def merge(base: dict, tensors: dict, adapters: dict, adapter_tensors: dict, scale: float) -> tuple[dict, dict]:
     """Merge adapters (their meta, tensors by our names) into a base -> (meta, tensors). Weights become W + scale
     alpha / rank B A. The adapters' new classes are added: see class_rows."""
     check_base(base, tensors, adapters)
     lora = adapters["lora"]
     tensors = dict(tensors)
-    known = base["data"]["class_names"][: base["model_config"]["num_classes"]]
-    names = list(dict.fromkeys(known + lora["classes"]))
-    for name, x in added.items():
+    base_names = base["data"]["class_names"][: base["model_config"]["num_classes"]]
+    names = list(dict.fromkeys(base_names + lora["classes"]))
+    for name, x in adapter_tensors.items():
         if name.endswith(A):
             weight = name.removesuffix(A) + ".weight"
-            delta = added[name.replace(A, B)].float() @ x.float()  # (out, in), on the CPU: in full fp32
+            delta = adapter_tensors[name.replace(A, B)].float() @ x.float()  # (out, in), on the CPU: in full fp32
             tensors[weight] = tensors[weight].add(delta, alpha=scale * lora["alpha"] / lora["rank"])
         elif name.endswith(ROWS):
             weight = name.removesuffix(ROWS) + ".weight"
-            num_rows = len(tensors[weight]) + len(names) - len(known)
-            table = class_rows(tensors[weight], known, names, num_rows)
+            num_rows = len(tensors[weight]) + len(names) - len(base_names)
+            table = class_rows(tensors[weight], base_names, names, num_rows)
             rows = [names.index(class_name) for class_name in lora["classes"]]
             table[rows] += scale * (x - table[rows])
             tensors[weight] = table
     num_classes = {"num_classes": len(names)}
     data = base["data"]
-    if known:
+    if base_names:
         data = data | {"class_names": names} | num_classes
     return base | {"data": data, "model_config": base["model_config"] | num_classes}, tensors

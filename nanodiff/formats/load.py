@@ -18,7 +18,7 @@ from nanodiff.common import UserError, at, base_dir, nearest, print0
 from nanodiff.conditions import droppable
 from nanodiff.diffusion.process import make_process, why_unguided
 from nanodiff.files import reading, sha256_of
-from nanodiff.formats import options
+from nanodiff.formats import options as defaults
 from nanodiff.formats.adapters import PREFIX, merge
 from nanodiff.formats.published import NO_MODEL, read_published
 from nanodiff.models.build import empty_model, load_weights, stored_config
@@ -32,7 +32,7 @@ DIFFUSERS = """
     diffusion_pytorch_model.fp16.safetensors diffusion_pytorch_model.safetensors
     """.split()
 OTHER_VERSION = "describes no model of this version"
-OPTIONS = read_settings(vars(options))
+OPTIONS = read_settings(vars(defaults))
 OPTION = re.compile(f",({'|'.join(OPTIONS)})=([^,]*)$")
 
 
@@ -111,10 +111,10 @@ def known_runs() -> list[Path]:
 def find_run(run: str) -> Path:
     """Find the folder of a run by path or tag, a file by path, or shipped weights by name. "" finds the run written to
     last, else the first of the shipped weights."""
-    known = known_runs()
+    runs = known_runs()
     places = [at(run), base_dir() / "runs" / run, shipped().get(run, "")]
     if not run:
-        places = [*known, *shipped().values()]
+        places = [*runs, *shipped().values()]
     for path in places:
         if os.path.exists(path):  # False, instead of an exception, for a name that is too long
             return Path(path)
@@ -123,61 +123,61 @@ def find_run(run: str) -> Path:
         path = find_run(split_options(name)[0])
         raise UserError(f"{option!r} is no option of {path}; accepted: {', '.join(OPTIONS)}")
     raise UserError(
-        f"{run!r} is no folder, file or tag; nearest tags: {nearest(run, [p.name for p in known])}; "
+        f"{run!r} is no folder, file or tag; nearest tags: {nearest(run, [p.name for p in runs])}; "
         f"shipped: {', '.join(shipped())}; scripts.base_train trains one"
     )
 
 
 def split_options(run: str):
     """("FILE", {"heads": 6}) from "FILE,heads=6"."""
-    told = {}
+    options = {}
     while match := OPTION.search(run):
         name, value = match.groups()
         try:
-            told[name] = check(OPTIONS, name, value, f"{run!r}: ")
+            options[name] = check(OPTIONS, name, value, f"{run!r}: ")
         except ValueError as error:
             raise UserError(str(error)) from None
         run = run[: match.start()]
-    return run, told
+    return run, options
 
 
-def with_options(path: Path, told: dict) -> str:
+def with_options(path: Path, options: dict) -> str:
     """The inverse of split_options."""
-    return ",".join([str(path), *(f"{name}={told[name]}" for name in sorted(told))])
+    return ",".join([str(path), *(f"{name}={options[name]}" for name in sorted(options))])
 
 
-def find(name, **asked):
-    """The file of weights that load_run's arguments name, and the options given for it. `name`: str or Path; `asked`:
-    step, ema."""
-    name, told = split_options(str(name))
-    for key, value in asked.items():
-        if value != getattr(options, key) and told.setdefault(key, value) != value:
-            raise UserError(f"{key}={value} beside {name},{key}={told[key]}; accepted: one of them")
+def find(name, **run_options):
+    """The file of weights that load_run's arguments name, and the options given for it. `name`: str or Path;
+    `run_options`: step, ema."""
+    name, options = split_options(str(name))
+    for key, value in run_options.items():
+        if value != getattr(defaults, key) and options.setdefault(key, value) != value:
+            raise UserError(f"{key}={value} beside {name},{key}={options[key]}; accepted: one of them")
     path = find_run(name)
     for file in [path / folder / name for folder in ("", "transformer") for name in DIFFUSERS]:
         if file.is_file():
             path = file
     of_file = path.is_file()
-    for key in told:
+    for key in options:
         if (key in ("step", "ema")) == of_file:
-            raise UserError(f"{key}={told[key]} is no option of {path}, a {'file' if of_file else 'run'}")
+            raise UserError(f"{key}={options[key]} is no option of {path}, a {'file' if of_file else 'run'}")
     if of_file:
-        return path, told
-    return find_weights(path, **told), {}
+        return path, options
+    return find_weights(path, **options), {}
 
 
-def read_file(path: Path, told: dict):
-    """Read (meta, tensors in fp32) from a file of weights or adapters. `told`: what a published file lacks."""
+def read_file(path: Path, options: dict):
+    """Read (meta, tensors in fp32) from a file of weights or adapters. `options`: what a published file lacks."""
     tensors, metadata = read_tensors(path)
     with reading(path, NO_MODEL):
         if "model_config" not in metadata:
-            meta, tensors = read_published(path, tensors, told)
-        elif told:
-            raise UserError(f"{path} describes itself; accepted: no {', '.join(told)}")
+            meta, tensors = read_published(path, tensors, options)
+        elif options:
+            raise UserError(f"{path} describes itself; accepted: no {', '.join(options)}")
         else:
             meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
     meta["path"] = path
-    meta["source"] = with_options(path, told)
+    meta["source"] = with_options(path, options)
     with reading(path, OTHER_VERSION):
         tensors = {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
     if "sha256" in meta and meta["sha256"] != fingerprint(tensors):
@@ -185,10 +185,10 @@ def read_file(path: Path, told: dict):
     return meta, tensors
 
 
-def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, dict]:
+def read(path: Path, options: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, dict]:
     """Read (meta, tensors) of a whole model, and merge the adapters in the file `lora`. If `path` holds adapters, they
     are merged into their base."""
-    meta, tensors = read_file(path, told)
+    meta, tensors = read_file(path, options)
     if note := meta.pop("note", ""):
         print0(note)
     if not lora and lora_scale != 1 and "lora" not in meta:
@@ -196,10 +196,10 @@ def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0)
     if "lora" in meta:
         _, tensors = read(*find(meta["lora"]["base"]), path, 1.0 if lora else lora_scale)
     if lora:
-        adapters, added = read_file(at(lora), {})
+        adapters, adapter_tensors = read_file(at(lora), {})
         if "lora" not in adapters:
             raise UserError(f"{lora} holds no adapters of base_train")
-        meta, tensors = merge(meta, tensors, adapters, added, lora_scale)
+        meta, tensors = merge(meta, tensors, adapters, adapter_tensors, lora_scale)
     return meta, tensors
 
 
@@ -207,10 +207,10 @@ def build(meta: dict, tensors: dict, device) -> Loaded:
     """The model that `meta` describes, with these tensors."""
     with reading(meta["path"], OTHER_VERSION):
         model = empty_model(stored_config(meta))
-        loaded = loaded_of(meta, model)
+        result = loaded_of(meta, model)
     load_weights(model, tensors, meta["source"], assign=True)
     model.to(device).eval()
-    return loaded
+    return result
 
 
 def loaded_of(meta: dict, model) -> Loaded:

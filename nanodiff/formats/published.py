@@ -71,8 +71,8 @@ NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions", "
 
 
 def to_ours(state_dict: dict, names: dict) -> dict:
-    for ours, theirs in reversed(names.items()):
-        state_dict = {name.replace(theirs, ours): x for name, x in state_dict.items()}
+    for new, old in reversed(names.items()):
+        state_dict = {name.replace(old, new): x for name, x in state_dict.items()}
     return state_dict
 
 
@@ -80,48 +80,48 @@ def to_ours(state_dict: dict, names: dict) -> dict:
 # Forms: from_* gets all options of a file and ignores those of other forms
 
 
-def from_meta(state_dict: dict, heads: int = 0, label_drop: float = 0.1, **others) -> tuple[DiTConfig, dict]:
+def from_meta(state_dict: dict, heads: int = 0, label_drop: float = 0.1, **unused) -> tuple[DiTConfig, dict]:
     """Config and state dict from `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL."""
-    ours = to_ours(state_dict, META)
-    if not label_drop and "y_embed.weight" in ours:  # add the null class that our table has; it is never asked for
-        classes = ours["y_embed.weight"]
-        ours["y_embed.weight"] = torch.cat([classes, classes.mean(0, keepdim=True)])
-    pos_embed = ours.pop("pos_embed")[0]  # (tokens, C)
-    config, ours = from_classic(ours, math.isqrt(len(pos_embed)), heads)
+    tensors = to_ours(state_dict, META)
+    if not label_drop and "y_embed.weight" in tensors:  # add the null class that our table has; it is never asked for
+        classes = tensors["y_embed.weight"]
+        tensors["y_embed.weight"] = torch.cat([classes, classes.mean(0, keepdim=True)])
+    pos_embed = tensors.pop("pos_embed")[0]  # (tokens, C)
+    config, tensors = from_classic(tensors, math.isqrt(len(pos_embed)), heads)
     # It may have been stored in bf16 before
     if not torch.allclose(pos_embed.float(), sincos_table(config), atol=max(1e-2, torch.finfo(pos_embed.dtype).eps)):
         raise ValueError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
-    return config, ours
+    return config, tensors
 
 
 def to_meta(state_dict: dict, config: DiTConfig) -> dict:
     """Turn the state dict of a classic DiT into that of facebookresearch/DiT."""
-    theirs = state_dict
-    for ours, published in META.items():
-        theirs = {name.replace(ours, published): x for name, x in theirs.items()}
-    patches = theirs["x_embedder.proj.weight"].unflatten(1, (-1, config.patch_size, config.patch_size))
-    return {"pos_embed": sincos_table(config)[None]} | theirs | {"x_embedder.proj.weight": patches}
+    tensors = state_dict
+    for old, new in META.items():
+        tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    patches = tensors["x_embedder.proj.weight"].unflatten(1, (-1, config.patch_size, config.patch_size))
+    return {"pos_embed": sincos_table(config)[None]} | tensors | {"x_embedder.proj.weight": patches}
 
 
-def from_sit(state_dict: dict, time_input: str, **others) -> tuple[DiTConfig, dict]:
+def from_sit(state_dict: dict, time_input: str, **options) -> tuple[DiTConfig, dict]:
     """Config and state dict from `SiT-XL-2-256x256.pt` or REPA's. If the network sees 1-t, its v points to the image.
 
     Only the first half of SiT's output channels was trained. REPA's projectors are used only in training.
     """
     sit = {name: x for name, x in state_dict.items() if "projectors." not in name}
-    config, ours = from_meta(sit, **others)
+    config, tensors = from_meta(sit, **options)
     for name in ("final.linear.weight", "final.linear.bias"):
-        pixels = ours[name].unflatten(0, (config.patch_size**2, -1))  # (p p, out_channels, ...)
+        pixels = tensors[name].unflatten(0, (config.patch_size**2, -1))  # (p p, out_channels, ...)
         rows = pixels[:, : config.in_channels].flatten(0, 1)
-        ours[name] = -rows if time_input == "1-t" else rows
-    return dataclasses.replace(config, out_channels=config.in_channels), ours
+        tensors[name] = -rows if time_input == "1-t" else rows
+    return dataclasses.replace(config, out_channels=config.in_channels), tensors
 
 
-def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
+def from_classic(tensors: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
     """Config and state dict of a published DiT with `tokens` per side, from its weights under our names. The patch
     embedding, a convolution (C, ch, p, p), becomes a linear layer.
     """
-    patches = ours["patch_embed.weight"]
+    patches = tensors["patch_embed.weight"]
     width, in_channels, patch_size, _ = patches.shape
     heads = heads or HEADS.get(width)
     if not heads:
@@ -129,34 +129,34 @@ def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
     config = DiTConfig(
         image_size=tokens * patch_size,
         in_channels=in_channels,
-        out_channels=len(ours["final.linear.weight"]) // patch_size**2,
+        out_channels=len(tensors["final.linear.weight"]) // patch_size**2,
         patch_size=patch_size,
         width=width,
-        depth=sum(name.endswith(".qkv.weight") for name in ours),
+        depth=sum(name.endswith(".qkv.weight") for name in tensors),
         heads=heads,
-        num_classes=len(ours.get("y_embed.weight", [0])) - 1,  # without the null class
+        num_classes=len(tensors.get("y_embed.weight", [0])) - 1,  # without the null class
         block="classic",
-        mlp_ratio=len(ours["blocks.0.fc1.weight"]) / width,
+        mlp_ratio=len(tensors["blocks.0.fc1.weight"]) / width,
     )
-    return config, ours | {"patch_embed.weight": patches.flatten(1)}
+    return config, tensors | {"patch_embed.weight": patches.flatten(1)}
 
 
-def from_diffusers(state_dict: dict, sample_size: int, patch_size: int, num_attention_heads: int, **others):
+def from_diffusers(state_dict: dict, sample_size: int, patch_size: int, num_attention_heads: int, **unused):
     """Config and state dict from a DiTTransformer2DModel and its config.json."""
-    theirs = {}
+    unique = {}
     for name, value in state_dict.items():
         name = name.split(".norm1.emb.")[-1]  # each of their blocks holds a copy of emb
-        if not torch.equal(value, theirs.setdefault(name, value)):
+        if not torch.equal(value, unique.setdefault(name, value)):
             raise ValueError(f"{name} differs between blocks; accepted: copies of one")
-    ours = to_ours(theirs, DIFFUSERS)
-    for name in [name for name in ours if ".attn1.to_q." in name]:
-        matrices = [ours.pop(name.replace("to_q", f"to_{part}")) for part in "qkv"]
-        ours[name.replace("attn1.to_q", "qkv")] = torch.cat(matrices)
+    tensors = to_ours(unique, DIFFUSERS)
+    for name in [name for name in tensors if ".attn1.to_q." in name]:
+        matrices = [tensors.pop(name.replace("to_q", f"to_{part}")) for part in "qkv"]
+        tensors[name.replace("attn1.to_q", "qkv")] = torch.cat(matrices)
     print0(
         "note: t is embedded as in the published DiT, with frequencies 10000^(-i/128); diffusers' code has "
         "10000^(-i/127): its predictions differ from these"
     )
-    return from_classic(ours, sample_size // patch_size, num_attention_heads)
+    return from_classic(tensors, sample_size // patch_size, num_attention_heads)
 
 
 def from_openai(
@@ -164,7 +164,7 @@ def from_openai(
     image_size: int = 0,
     heads: int = 0,
     num_heads_upsample: int = 0,
-    **others,
+    **unused,
 ) -> tuple[UNetConfig, dict]:
     """Config and state dict from `ema_0.9999_500000.pt`. It has our names, but attention as Conv1d.
 
@@ -211,23 +211,23 @@ def from_openai(
 
 def to_openai(state_dict: dict, config: UNetConfig) -> dict:
     """Turn the state dict of a UNet into that of openai/improved-diffusion, which has no null class or image."""
-    theirs = with_attention(state_dict, 1)
+    tensors = with_attention(state_dict, 1)
     if config.num_classes and config.null_class:
-        theirs["label_emb.weight"] = theirs["label_emb.weight"][:-1]
+        tensors["label_emb.weight"] = tensors["label_emb.weight"][:-1]
         print0("note: the null class is dropped, as OpenAI's UNet has none: the file's samples cannot be guided")
     if config.given_channels:
         print0("note: the null image is dropped, too: samples always need a small image")
-        theirs["input_blocks.0.0.weight"] = theirs["input_blocks.0.0.weight"][:, :-1].clone()
-    return theirs
+        tensors["input_blocks.0.0.weight"] = tensors["input_blocks.0.0.weight"][:, :-1].clone()
+    return tensors
 
 
 def with_attention(state_dict: dict, *width: int) -> dict:
     """The state dict with attention's matrices as (out, in) or, for `width` 1, as Conv1d's (out, in, 1)."""
-    reshaped = dict(state_dict)
+    tensors = dict(state_dict)
     for name, p in state_dict.items():
         if name.endswith(CONV1D):
-            reshaped[name] = p.reshape(*p.shape[:2], *width)
-    return reshaped
+            tensors[name] = p.reshape(*p.shape[:2], *width)
+    return tensors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,22 +244,22 @@ def scheduler_settings(path: Path, config: dict) -> dict:
         settings["num_timesteps"] = 1000
         settings["noise_schedule"] = config["beta_schedule"].replace("squaredcos_cap_v2", "cosine")
     for name, value in config.items():
-        accepted = [text for text in ACCEPTED if text.startswith(f"{name}=")]
-        if accepted and f"{name}={value}" not in accepted:
-            raise UserError(f"{path} comes with {name}={value}; accepted: {', '.join(accepted)}")
+        values = [text for text in ACCEPTED if text.startswith(f"{name}=")]
+        if values and f"{name}={value}" not in values:
+            raise UserError(f"{path} comes with {name}={value}; accepted: {', '.join(values)}")
     return settings
 
 
 FORMS = {"meta": from_meta, "sit": from_sit, "diffusers": from_diffusers, "openai": from_openai}
 
 
-def read_published(path: Path, saved: dict, options: dict) -> tuple[dict, dict]:
+def read_published(path: Path, content: dict, options: dict) -> tuple[dict, dict]:
     """(meta, tensors) of Meta's DiT, SiT, REPA, diffusers' DiT or improved-diffusion's UNet.
 
-    `saved`: the state dict, or a training checkpoint with one; names may have a prefix, such as DDP's. `options`: see
+    `content`: the state dict, or a training checkpoint with one; names may have a prefix, such as DDP's. `options`: see
     options.py; the others are those of the published models, and meta["note"] says so.
     """
-    tensors = saved
+    tensors = content
     for key in ("ema", "model", "state_dict"):
         tensors = tensors.get(key) or tensors
     tensors = {f"{name}".replace("_orig_mod.", ""): x for name, x in tensors.items()}  # torch.compile's
@@ -273,14 +273,14 @@ def read_published(path: Path, saved: dict, options: dict) -> tuple[dict, dict]:
     if len(tensors) < num_tensors:
         note = f"note: {path}: {len(tensors)} of its {num_tensors} tensors are read, {prefix}*\n"
 
-    args = saved.get("args")  # of Meta's training
+    args = content.get("args")  # of Meta's training
     if len(tensors.get("y_embedder.embedding_table.weight", ())) == getattr(args, "num_classes", 1):
         options = {"label_drop": 0.0} | options  # no null class
     if hasattr(args, "path_type"):
         if f"{args.path_type}, {args.prediction}".lower() not in ("linear, velocity", "linear, v"):
             raise UserError(f"{path} is SiT's, of {args.path_type}, {args.prediction}; accepted: Linear, velocity")
         options = {"objective": "flow"} | options
-    options = saved.get("nanodiff", {}) | options
+    options = content.get("nanodiff", {}) | options
     form = "openai"
     sizes = {}
     is_repa = "projectors.0.0.weight" in tensors
@@ -298,25 +298,25 @@ def read_published(path: Path, saved: dict, options: dict) -> tuple[dict, dict]:
     names = OPTIONS[form].keys()
     for name in options.keys() - names:
         raise UserError(f"{path} is read without {name}={options[name]}; accepted: {', '.join(sorted(names))}")
-    published = {"gaussian_loss": "mse", "label_drop": 0.1, "objective": "eps"} | OPTIONS[form]
+    defaults = {"gaussian_loss": "mse", "label_drop": 0.1, "objective": "eps"} | OPTIONS[form]
     if form == "sit":
-        published["timesteps"] = "uniform"
+        defaults["timesteps"] = "uniform"
         if is_repa:
-            published["time_input"] = "t"
-    model_config, tensors = FORMS[form](tensors, **published | options | sizes)
+            defaults["time_input"] = "t"
+    model_config, tensors = FORMS[form](tensors, **defaults | options | sizes)
     channels = model_config.in_channels
     num_classes = model_config.num_classes
     if model_config.out_channels == 2 * channels:
-        published["variance"] = "learned_range"
+        defaults["variance"] = "learned_range"
     if form == "openai":
-        published["label_drop"] = 0.0  # the class table has no null class
+        defaults["label_drop"] = 0.0  # the class table has no null class
         # The settings in improved-diffusion's README; only LSUN's models lack scale and shift
         if model_config.use_scale_shift_norm:
-            published["num_timesteps"] = 4000
+            defaults["num_timesteps"] = 4000
             if not model_config.low_res:
-                published["noise_schedule"] = "cosine"
-            published["rescale_timesteps"] = not num_classes
-    config = published | {"low_res_size": model_config.low_res} | options
+                defaults["noise_schedule"] = "cosine"
+            defaults["rescale_timesteps"] = not num_classes
+    config = defaults | {"low_res_size": model_config.low_res} | options
     fields = dataclasses.asdict(model_config)
     settings = config | fields | model_settings(model_config)
     missing = [f"{name}={settings[name]}" for name in names if name not in options]
@@ -344,30 +344,30 @@ def read_published(path: Path, saved: dict, options: dict) -> tuple[dict, dict]:
     return meta, tensors
 
 
-def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
+def to_published(form: str, source, tensors: dict) -> tuple[dict, dict]:
     """A Loaded model's `tensors` as the state dict of `form`, meta or openai, and the settings that the form does not
     hold (options.py). UserError if the file would be read as another model.
     """
-    model_config = loaded.model.config
-    settings = loaded.config | dataclasses.asdict(model_config) | model_settings(model_config)
+    model_config = source.model.config
+    settings = source.config | dataclasses.asdict(model_config) | model_settings(model_config)
     write = to_openai
     takes = "unet"
     if form == "meta":
         write = to_meta
         takes = "dit_classic with classes"
-    if settings["arch"] != takes.split()[0] or (form == "meta" and not loaded.num_classes):
-        raise UserError(f"form={form} takes arch={takes}; {loaded.source} is {settings['arch']}")
-    if len({*loaded.data.get("latents", {}).get("scale", ())}) > 1:
+    if settings["arch"] != takes.split()[0] or (form == "meta" and not source.num_classes):
+        raise UserError(f"form={form} takes arch={takes}; {source.source} is {settings['arch']}")
+    if len({*source.data.get("latents", {}).get("scale", ())}) > 1:
         raise UserError(f"form={form} holds no statistics of latents; accepted: a set of --latent_norm=scale")
     process = f"{settings['objective']}, {settings.get('variance')}"
     if not process.startswith("eps") or process == "eps, learned":  # else sampled wrongly
         raise UserError(f"form={form} is read as objective=eps, variance fixed or learned_range, not {process}")
-    theirs = write(tensors, model_config)
+    result = write(tensors, model_config)
     if form == "meta" and not settings["label_drop"]:  # then the published table has no null class
-        theirs["y_embedder.embedding_table.weight"] = theirs["y_embedder.embedding_table.weight"][:-1]
-    told = {name: settings[name] for name in OPTIONS[form]}
-    again, _ = FORMS[form](theirs, **told)
+        result["y_embedder.embedding_table.weight"] = result["y_embedder.embedding_table.weight"][:-1]
+    options = {name: settings[name] for name in OPTIONS[form]}
+    config_read, _ = FORMS[form](result, **options)
     for name, value in dataclasses.asdict(model_config).items():
-        if name not in NOT_HELD and getattr(again, name) != value:
-            raise UserError(f"form={form} cannot hold {model_config}: it is read as {again}")
-    return theirs, told
+        if name not in NOT_HELD and getattr(config_read, name) != value:
+            raise UserError(f"form={form} cannot hold {model_config}: it is read as {config_read}")
+    return result, options

@@ -95,95 +95,96 @@ def open_source(config: dict, meta: dict, device):
     return source, data
 
 
-def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> list[str]:
+def start_from(model, base: Loaded, config: dict, class_names: list[str]) -> list[str]:
     """Copy a loaded model's weights into `model`, of the same shape except image size and classes -> the parameters
     of new classes, second images or a map's h, which must learn.
 
     Rows of the class table are matched by class name or by order (same_order); for other rows see class_rows.
     `config`: the settings of the new run.
     """
-    check_shape(model, loaded, config)
-    own = model.state_dict()
+    check_shape(model, base, config)
+    state = model.state_dict()
     # A flow map's h_embed stays new: it has no effect before it is trained
-    weights = {name: x for name, x in own.items() if name.startswith("h_embed")}
-    theirs = loaded.model.state_dict()
-    new = [*(weights.keys() - theirs)]
-    weights |= theirs
+    weights = {name: x for name, x in state.items() if name.startswith("h_embed")}
+    base_state = base.model.state_dict()
+    new = [*(weights.keys() - base_state)]
+    weights |= base_state
     for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # a new second image has no effect at first, either
         if name in weights:
             x = weights[name]
-            if x.shape != own[name].shape:
+            if x.shape != state[name].shape:
                 new.append(name)
-            more = x.new_zeros(own[name][:, x.shape[1] :].shape)  # none, if both have a second image or neither
+            more = x.new_zeros(state[name][:, x.shape[1] :].shape)  # none, if both have a second image or neither
             weights[name] = torch.cat([x, more], dim=1)
     note = ""
-    known = loaded.class_names
-    if known:
-        table = weights.pop(f"{class_table(loaded.model)}.weight")
-        if not class_names and len(table) > len(known):  # all images are of the null class, a summand of t's embedding
+    base_names = base.class_names
+    if base_names:
+        table = weights.pop(f"{class_table(base.model)}.weight")
+        if not class_names and len(table) > len(base_names):
+            # All images are of the null class, which adds a constant to t's embedding
             bias = next(name for name in weights if name.endswith(("t_embed.2.bias", "time_embed.2.bias")))
             weights[bias] = weights[bias] + table[-1]
     if class_names:
         name = f"{class_table(model)}.weight"
-        weights[name] = own[name]
-        if known:
-            if same_order(class_names, known):
-                known = class_names
-            weights[name] = class_rows(table, known, class_names, len(own[name]))
-            note = f"; it knows {len({*known} & {*class_names})} of {len(class_names)} classes"
-        if {*class_names} - {*known}:
+        weights[name] = state[name]
+        if base_names:
+            if same_order(class_names, base_names):
+                base_names = class_names
+            weights[name] = class_rows(table, base_names, class_names, len(state[name]))
+            note = f"; it knows {len({*base_names} & {*class_names})} of {len(class_names)} classes"
+        if {*class_names} - {*base_names}:
             new.append(name)
-    load_weights(model, weights, loaded.source)
+    load_weights(model, weights, base.source)
     kind, target = OBJECTIVES[config["objective"]]
-    source_kind, source_target = OBJECTIVES[loaded.config["objective"]]
+    source_kind, source_target = OBJECTIVES[base.config["objective"]]
     keys = ["noise_schedule", "num_timesteps", "variance", "rescale_timesteps"] if kind.is_gaussian else ["time_input"]
     if (kind.is_gaussian, target) != (source_kind.is_gaussian, source_target):  # a map is tuned from a flow model
         keys.insert(0, "objective")
     for key in keys:
-        value = loaded.config.get(key, config[key])
+        value = base.config.get(key, config[key])
         if value != config[key]:
             note += f"; trained with {key}={value}, it must relearn its target"
-    print0(f"started from {loaded.source} ({loaded.weights}){note}")
+    print0(f"started from {base.source} ({base.weights}){note}")
     return new
 
 
-def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -> dict:
-    """Freeze `model`, filled by start_from, except adapters and the rows of classes that `loaded` lacks.
+def with_adapters(model, base: Loaded, config: dict, class_names: list[str]) -> dict:
+    """Freeze `model`, filled by start_from, except adapters and the rows of classes that `base` lacks.
 
     Returns a checkpoint's meta["lora"]: which base the adapters belong to, and how they were made.
     """
-    known = loaded.class_names
-    same = {"objective": loaded.config["objective"], "trainable": "", "class_cond": bool(known)}
-    if known and not getattr(loaded.model.config, "null_class", True):  # a published UNet
+    base_names = base.class_names
+    same = {"objective": base.config["objective"], "trainable": "", "class_cond": bool(base_names)}
+    if base_names and not getattr(base.model.config, "null_class", True):  # a published UNet
         same["label_drop"] = 0
     for name, value in same.items():
         if config[name] != value:
-            raise UserError(f"{name}={config[name]!r} with lora_rank, on {loaded.source}; accepted: {value!r}")
+            raise UserError(f"{name}={config[name]!r} with lora_rank, on {base.source}; accepted: {value!r}")
     size = model.config.image_size
-    theirs = loaded.model.config.image_size
-    if size != theirs:
-        raise UserError(f"lora_rank: the data have resolution {size}, the model wants {theirs}")
+    base_size = base.model.config.image_size
+    if size != base_size:
+        raise UserError(f"lora_rank: the data have resolution {size}, the model wants {base_size}")
     rank = config["lora_rank"]
     targets = config["lora_targets"]
     alpha = config["lora_alpha"] or float(rank)
-    new = class_names[len(known) :]
-    add_lora(model, rank, alpha, targets, range(len(known), len(class_names)), config["seed"])
-    if loaded.adapters:
-        continue_from(model, loaded, alpha / rank, new)
+    new = class_names[len(base_names) :]
+    add_lora(model, rank, alpha, targets, range(len(base_names), len(class_names)), config["seed"])
+    if base.adapters:
+        continue_from(model, base, alpha / rank, new)
     print0(f"adapters: rank {rank}; new classes: {', '.join(new) or 'none'}")
-    return identity(loaded) | dict(rank=rank, alpha=alpha, targets=targets, classes=new)
+    return identity(base) | dict(rank=rank, alpha=alpha, targets=targets, classes=new)
 
 
 @torch.no_grad()
-def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
-    """Copy the adapters of `loaded` into the model's, which add_lora made with alpha / rank = `scale`."""
-    lora, tensors = loaded.adapters
-    own = trained(model)
-    for name in sorted(own.keys() ^ tensors.keys()):
-        if name not in own or not name.endswith(ROWS):
+def continue_from(model, base: Loaded, scale: float, new: list[str]) -> None:
+    """Copy the adapters of `base` into the model's, which add_lora made with alpha / rank = `scale`."""
+    lora, tensors = base.adapters
+    parameters = trained(model)
+    for name in sorted(parameters.keys() ^ tensors.keys()):
+        if name not in parameters or not name.endswith(ROWS):
             raise UserError(f"init_from has adapters on other layers, such as {name}; see lora_targets")
     for name, x in tensors.items():
-        p = own[name]
+        p = parameters[name]
         if name.endswith(ROWS):
             rows = [new.index(class_name) for class_name in lora["classes"]]
             p[rows] = x
@@ -198,43 +199,45 @@ def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
 def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> None:
     """Let `teacher` teach a flow map with this model config and these classes, mapped to the teacher's numbers."""
     process.learn_from(teacher)
-    taken = row_shapes(teacher.model.config)
-    given = row_shapes(model_config)
-    if taken != given:
-        raise UserError(f"objective=flow_map: {teacher.source} takes {taken}; the conditions here are {given}")
+    teacher_shapes = row_shapes(teacher.model.config)
+    map_shapes = row_shapes(model_config)
+    if teacher_shapes != map_shapes:
+        raise UserError(
+            f"objective=flow_map: {teacher.source} takes {teacher_shapes}; the conditions here are {map_shapes}"
+        )
     numbers = match_labels(class_names, teacher.class_names, f"objective=flow_map, {teacher.source}")
     process.classes = torch.tensor([*numbers, len(teacher.class_names)], device=teacher.device)
 
 
-def check_shape(model, loaded: Loaded, config: dict) -> None:
+def check_shape(model, base: Loaded, config: dict) -> None:
     """Raise UserError unless `model` has the loaded model's shape; it names the settings that would give that shape."""
-    wanted = loaded.model.config
-    theirs = model_settings(wanted)
-    ours = model_settings(model.config)
-    if "attention_resolutions" in theirs:  # in pixels, at the image size of the new run
-        ratio = model.config.image_size / wanted.image_size
-        resolutions = [round(res * ratio) for res in wanted.attention_resolutions]
-        theirs["attention_resolutions"] = ",".join(map(str, resolutions))
-    if wanted.out_channels != model.config.out_channels:
-        theirs["variance"] = loaded.config.get("variance", "fixed_small")
+    base_config = base.model.config
+    base_settings = model_settings(base_config)
+    new_settings = model_settings(model.config)
+    if "attention_resolutions" in base_settings:  # in pixels, at the image size of the new run
+        ratio = model.config.image_size / base_config.image_size
+        resolutions = [round(res * ratio) for res in base_config.attention_resolutions]
+        base_settings["attention_resolutions"] = ",".join(map(str, resolutions))
+    if base_config.out_channels != model.config.out_channels:
+        base_settings["variance"] = base.config.get("variance", "fixed_small")
         kind, _ = OBJECTIVES[config["objective"]]
         if not kind.is_gaussian:  # flow matching has no variance
-            theirs["objective"] = loaded.config["objective"]
-    differing = [key for key in theirs if key not in NO_SHAPE and theirs[key] != ours.get(key)]
+            base_settings["objective"] = base.config["objective"]
+    differing = [key for key in base_settings if key not in NO_SHAPE and base_settings[key] != new_settings.get(key)]
     if differing:
-        settings = " ".join(f"--{key}={theirs[key]}" for key in differing)
-        raise UserError(f"init_from: {loaded.source} has another shape; to start from it: {settings}")
+        settings = " ".join(f"--{key}={base_settings[key]}" for key in differing)
+        raise UserError(f"init_from: {base.source} has another shape; to start from it: {settings}")
 
 
 def train_only(model: torch.nn.Module, patterns: str, new: list[str]) -> None:
     """Freeze the parameters whose names contain none of `patterns`, comma-separated; refuse to freeze `new`."""
-    wanted = [pattern.strip() for pattern in patterns.split(",")]
+    parts = [pattern.strip() for pattern in patterns.split(",")]
     names = [name for name, _ in model.named_parameters()]
-    for pattern in wanted:
+    for pattern in parts:
         if not pattern or not any(pattern in name for name in names):
             some = f"{names[0]}, ..., {names[-1]}"
             raise UserError(f"trainable={patterns!r}: no parameter's name contains {pattern!r}; it has {some}")
     for name, p in model.named_parameters():
-        p.requires_grad_(any(pattern in name for pattern in wanted))
+        p.requires_grad_(any(pattern in name for pattern in parts))
         if name in new and not p.requires_grad:
             raise UserError(f"trainable={patterns!r} freezes {name}, which is new or has new classes or images: add it")

@@ -270,17 +270,17 @@ def find_weights(path: Path) -> dict[str, Path]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-        preferred = [file for file in files if file.stem == "diffusion_pytorch_model"]
-        files = preferred[-1:] or files  # .safetensors if any
+        main_files = [file for file in files if file.stem == "diffusion_pytorch_model"]
+        files = main_files[-1:] or files  # .safetensors if any
     if files:
         first = files[0]
         encoder = first.with_name(first.name.replace("decoder", "encoder"))
         decoder = first.with_name(first.name.replace("encoder", "decoder"))
-        found = {"": first}
+        result = {"": first}
         if encoder != decoder and encoder.is_file() and decoder.is_file():
-            found = {"encoder.": encoder, "decoder.": decoder}
-        if set(files) <= set(found.values()):
-            return found
+            result = {"encoder.": encoder, "decoder.": decoder}
+        if set(files) <= set(result.values()):
+            return result
     names = ", ".join(file.name for file in files) or f"no file ending in {', '.join(SUFFIXES)}"
     raise UserError(f"{path}: expected one weight file or one pair of encoder and decoder, found {names}")
 
@@ -289,17 +289,17 @@ def rename(weights: Tensors) -> Tensors:
     """Copy weights of any published layout, in fp32, under the names above; drop other networks' weights."""
     levels_up = {name.split("decoder.up.")[1][0] for name in weights if "decoder.up." in name}
     finest = len(levels_up) - 1
-    renamed = {}
+    tensors = {}
     for name, w in weights.items():
         # CompVis counts the decoder's levels from the finest, diffusers from the coarsest
         name = re.sub(r"\.up\.(\d+)\.", lambda m: f".up.{finest - int(m[1])}.", name)
-        for pattern, ours in RENAMES:
-            name = re.sub(pattern, ours, name)
+        for pattern, new in RENAMES:
+            name = re.sub(pattern, new, name)
         if ".middle.1." in name and w.ndim == 4:  # CompVis': 1x1 convolutions
             w = w.flatten(1)
         if name.startswith(("encoder.", "decoder.")):
-            renamed[name] = w.to(torch.float32, copy=True)  # no view of the file
-    return renamed
+            tensors[name] = w.to(torch.float32, copy=True)  # no view of the file
+    return tensors
 
 
 def build(weights: Tensors, groups: int) -> Autoencoder:

@@ -52,7 +52,7 @@ class DiTConfig(Conditioned):
         patch_size: int = 0,  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for
         #                       32, 64, 128 px
         width: int = 0,  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
-        **others,
+        **fields,
     ):
         """The one dial: width = 64 * depth, a head per 64 of width but at least 4, about 256 tokens. Depth 12 is DiT-B.
 
@@ -66,7 +66,7 @@ class DiTConfig(Conditioned):
                 patch_size = min(divisors, key=lambda p: abs(math.log(image_size / p / 16)))
         width = width or 64 * depth
         heads = heads or max(4, width // 64)
-        return cls(image_size, patch_size=patch_size, width=width, depth=depth, heads=heads, **others)
+        return cls(image_size, patch_size=patch_size, width=width, depth=depth, heads=heads, **fields)
 
     @property
     def grid(self) -> int:
@@ -223,8 +223,8 @@ class Block(nn.Module):
     def rotate(self, qk, rotation):
         """qk-norm, then RoPE, which gives relative offsets. Absolute positions come from the sin-cos table."""
         sin, cos = rotation  # (T, 1, 1, head_dim/2)
-        normed = F.rms_norm(qk.float(), qk.shape[-1:], eps=1e-6)
-        a, b = normed.chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
+        qk_norm = F.rms_norm(qk.float(), qk.shape[-1:], eps=1e-6)
+        a, b = qk_norm.chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(qk.dtype)
 
     def mlp(self, x):

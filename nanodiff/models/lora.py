@@ -34,8 +34,8 @@ def learn_rows(table: nn.Embedding, rows: list[int]) -> None:
     table.token_adapter = nn.ParameterDict({"trainable_tokens_delta": table.weight.detach()[rows]})
 
     def look_up(table, y, out):  # (N,) -> (N, C)
-        learned = table.token_adapter["trainable_tokens_delta"]
-        return F.embedding(*y, table.weight.index_copy(0, rows, learned))
+        row_values = table.token_adapter["trainable_tokens_delta"]
+        return F.embedding(*y, table.weight.index_copy(0, rows, row_values))
 
     table.register_forward_hook(look_up)
 
@@ -48,8 +48,10 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
     ends = tuple(f".{target.strip()}" for target in targets.split(","))
     for end in ends:
         if not any(f".{name}".endswith(end) for name in layers):
-            known = sorted({name.split(".")[-1] for name in layers})
-            raise UserError(f"lora_targets: no linear layer is named {end[1:]!r}; accepted: all, {', '.join(known)}")
+            last_parts = sorted({name.split(".")[-1] for name in layers})
+            raise UserError(
+                f"lora_targets: no linear layer is named {end[1:]!r}; accepted: all, {', '.join(last_parts)}"
+            )
     return [name for name in layers if f".{name}".endswith(ends)]
 
 
@@ -85,7 +87,7 @@ def drop_frozen(model, state_dict, prefix, local_metadata) -> None:
         del state_dict[name]
 
 
-def fill_frozen(model, state_dict, *others) -> None:
+def fill_frozen(model, state_dict, *args) -> None:
     for name, p in model.named_parameters():
         if not p.requires_grad:
             state_dict[name] = p.detach()

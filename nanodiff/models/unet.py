@@ -56,7 +56,7 @@ class UNetConfig(Conditioned):
                 raise UserError(f"num_heads={heads}; accepted: a divisor of every level's width {widths}")
 
     @classmethod
-    def from_depth(cls, depth: int, image_size: int, **others) -> "UNetConfig":
+    def from_depth(cls, depth: int, image_size: int, **fields) -> "UNetConfig":
         """The one dial: model_channels = 32 * depth; depth 4 at 32 pixels is the published CIFAR-10 model.
 
         Levels are those of CHANNEL_MULT for this size or the next larger. They stop before a side would be fractional
@@ -66,7 +66,7 @@ class UNetConfig(Conditioned):
         levels = 1
         while levels < len(mult) and image_size % 2**levels == 0 and image_size >= 4 * 2**levels:
             levels += 1
-        return cls(image_size, model_channels=NORM_GROUPS * depth, channel_mult=mult[:levels], **others)
+        return cls(image_size, model_channels=NORM_GROUPS * depth, channel_mult=mult[:levels], **fields)
 
     @property
     def num_tokens(self) -> int:
