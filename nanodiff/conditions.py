@@ -1,4 +1,4 @@
-"""Conditions: what a model is given beside x_t and t, one dict from the set to the model.
+"""Conditions: a model's inputs beside x_t and t, one dict from the set to the model.
 
     y        labels (N,) int64
     vectors  (N, D), or sequences (N, L, D) padded with zeros
@@ -80,7 +80,7 @@ def some_conditions(config: Conditioned, n: int, device="cpu") -> Tensors:
     }
 
 
-def conditioning(config: Conditioned, conditions: dict, x0=None, is_dropped=None) -> Tensors:
+def conditioning(config: Conditioned, conditions: Tensors, x0=None, is_dropped=None) -> Tensors:
     """The model's inputs beside x_t and t: those of `conditions` that it takes and those made from x0; null where
     `is_dropped` (N,) is True."""
     rows = conditions | made_from(x0, config)
@@ -102,9 +102,9 @@ def made_from(x0, config: Conditioned) -> Tensors:
     return {"low_res": small.to(x0.device)}
 
 
-def null_condition(config: Conditioned, cond: dict) -> Tensors:
+def null_condition(config: Conditioned, cond: Tensors) -> Tensors:
     """Null values for the conditions in `cond` that can be dropped: the null class for labels, NaN for floats. No row
-    holds NaN, so null differs from every given value.
+    holds NaN, so null differs from every value.
     """
     return {
         name: torch.full_like(cond[name], config.num_classes if name == "y" else math.nan) for name in droppable(config)
@@ -153,8 +153,7 @@ def describe_conditions(meta: dict) -> dict:
         description[dim] = shape["dim"]
         description[length] = shape["len"]
         if name in meta:
-            mean, std = np.array([shape["mean"], shape["std"]], float).reshape(2, shape["dim"]).tolist()
-            description[name] = {"mean": mean, "std": std}
+            description[name] = {"mean": shape["mean"], "std": shape["std"]}
     return description
 
 

@@ -100,7 +100,7 @@ def load_safetensors(path: str | Path) -> tuple[Tensors, dict[str, str]]:
     return tensors, metadata
 
 
-def read_tensors(path: Path) -> tuple[dict, dict]:
+def read_tensors(path: Path) -> tuple[Tensors, dict]:
     """(tensors, metadata) of a .safetensors file, whatever its suffix, or (tensors, {}) of a file by torch.save."""
     if path.suffix == ".json":
         raise UserError(f"{path} holds no weights; if it is an index of shards, join them: only whole files are read")

@@ -91,7 +91,7 @@ MISTAKES = [
     ((*SAMPLE, f"--model={'x' * 300}"), "xxx"),
     ((*SAMPLE, "--model=~nobody/x"), "~nobody/x"),
     ((*SAMPLE, "--model=empty"), "empty"),
-    ((*SAMPLE, "--model=flow,step=1", "--checkpoint_step=2"), "step=2 beside flow,step=1; accepted: one of them"),
+    ((*SAMPLE, "--model=flow,step=1", "--checkpoint_step=2"), "step is given twice: 2, and 1 behind flow"),
     ((*SAMPLE, "--out=file/x"), "see out"),
     ((*SAMPLE, "--model=flat.pt"), "flat.pt"),
     ((*EVAL, "--model=plain", "--metric=loss", "--data=alone"), "'val'"),

@@ -68,7 +68,7 @@ def test_sit_and_dit_are_not_taken_for_each_other(tmp_path):
     torch.save(saved["ema"] | {"pos_embed": saved["ema"]["pos_embed"].to(torch.float8_e4m3fn)}, file.split(",")[0])
     load_run(file, "cpu")
     torch.save(saved["ema"] | {"z": 1}, file.split(",")[0])
-    refused("describes no model", load_run, file, "cpu")
+    refused("holds no model", load_run, file, "cpu")
 
 
 def test_a_run_keeps_the_time_of_what_it_started_from(base, run_script, tmp_path):

@@ -25,7 +25,7 @@ class FlowMap(FlowMatching):
     """Flow matching in one to four steps: the network also sees r <= t and learns the mean velocity u(x_t, t, r).
 
     It is tuned from a flow model, its `teacher`, whose velocity v is guided by cfg_scale. For a target the map jumps to
-    m = min(t, r + 1/4), and the teacher goes on to r. With sg = no gradient, and times before the shift:
+    m = min(t, r + 1/4), and the teacher continues to r. With sg = no gradient, and times before the shift:
         x_m = x_t - (t - m) sg u(x_t, t, m)
         x_r = x_m moved from m to r along v, by one step of ralston, or two if the shift exceeds 4
         (t - r) u(x_t, t, r)  <-  x_t - x_r

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from nanodiff.common import UserError, print0
+from nanodiff.common import Tensors, UserError, print0
 from nanodiff.conditions import null_condition
 
 
@@ -35,7 +35,7 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, overrides):
     return 1.0, (0.0, 1.0)
 
 
-def make_denoiser(model, cond: dict, settings):
+def make_denoiser(model, cond: Tensors, settings):
     """denoiser(x_t, model_t, at) -> guided prediction; `cond`, the model's other inputs (see conditioning), is bound.
 
     `time`: the t of all images, a float in [0, 1]. Reading it from a tensor would wait for the GPU.
@@ -63,7 +63,7 @@ def make_denoiser(model, cond: dict, settings):
     return denoiser
 
 
-def with_and_without(predict, x_t, t, cond: dict, null: dict):
+def with_and_without(predict, x_t, t, cond: Tensors, null: Tensors):
     """predict(x_t, t, **cond), and the same with `null` instead, in one pass of twice the batch; both in fp32."""
     both = {name: torch.cat([value, null.get(name, value)]) for name, value in cond.items()}
     return predict(torch.cat([x_t, x_t]), torch.cat([t, t]), **both).float().chunk(2)

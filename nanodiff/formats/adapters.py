@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanodiff.common import UserError, base_dir
+from nanodiff.common import Tensors, UserError, base_dir
 from nanodiff.safetensors import described, fingerprint, save_safetensors
 
 # peft's names: prefix, module, suffix
@@ -29,7 +29,7 @@ def identity(base_model) -> dict:
     return {"base": base, "sha256": fingerprint(base_model.model.state_dict())}
 
 
-def save_adapters(run_dir: Path, meta: dict, tensors: dict) -> None:
+def save_adapters(run_dir: Path, meta: dict, tensors: Tensors) -> None:
     """Write adapters/step_000500.safetensors from a checkpoint's meta and tensors: the first average, else the raw."""
     ema = str(next(iter(meta["ema_rates"]), "raw"))
     tensors = tensors["model" if ema == "raw" else f"ema_{ema}"]
@@ -39,7 +39,7 @@ def save_adapters(run_dir: Path, meta: dict, tensors: dict) -> None:
     save_safetensors({PREFIX + name: x for name, x in tensors.items()}, path, described(meta))
 
 
-def check_base(base: dict, tensors: dict, adapters: dict) -> None:
+def check_base(base: dict, tensors: Tensors, adapters: dict) -> None:
     """UserError unless the adapters were trained on these weights; see merge."""
     lora = adapters["lora"]
     if lora["sha256"] != fingerprint(tensors):
@@ -61,7 +61,7 @@ def class_rows(table: Tensor, table_names: list[str], class_names: list[str], nu
     return torch.stack(rows)
 
 
-def merge(base: dict, tensors: dict, adapters: dict, adapter_tensors: dict, scale: float) -> tuple[dict, dict]:
+def merge(base: dict, tensors: Tensors, adapters: dict, adapter_tensors: Tensors, scale: float) -> tuple[dict, Tensors]:
     """Merge adapters (their meta, tensors by our names) into a base -> (meta, tensors). Weights become W + scale
     alpha / rank B A. The adapters' new classes are added: see class_rows."""
     check_base(base, tensors, adapters)

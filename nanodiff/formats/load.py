@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from configurator import check, read_settings
-from nanodiff.common import UserError, at, base_dir, nearest, print0
+from nanodiff.common import Tensors, UserError, at, base_dir, nearest, print0
 from nanodiff.conditions import droppable
 from nanodiff.diffusion.process import make_process, why_unguided
 from nanodiff.files import reading, sha256_of
@@ -45,10 +45,12 @@ class Loaded:
     config: dict  # the settings
     data: dict  # a codec's description
     step: int
-    source: str  # the file, and the options given with it
+    source: str  # the file and its options
     weights: str  # a rate, "raw" or "as published"
     path: Path  # of the file
-    adapters: tuple[dict, dict] | None = None  # (meta["lora"], tensors) that a run with lora_rank continues, not merged
+    adapters: tuple[dict, Tensors] | None = (
+        None  # (meta["lora"], tensors) that a run with lora_rank continues, not merged
+    )
 
     @property
     def run_dir(self) -> Path | None:
@@ -147,12 +149,12 @@ def with_options(path: Path, options: dict) -> str:
 
 
 def find(name, **run_options):
-    """The file of weights that load_run's arguments name, and the options given for it. `name`: str or Path;
+    """The file of weights that load_run's arguments name, and its options. `name`: str or Path;
     `run_options`: step, ema."""
     name, options = split_options(str(name))
     for key, value in run_options.items():
         if value != getattr(defaults, key) and options.setdefault(key, value) != value:
-            raise UserError(f"{key}={value} beside {name},{key}={options[key]}; accepted: one of them")
+            raise UserError(f"{key} is given twice: {value}, and {options[key]} behind {name}")
     path = find_run(name)
     for file in [path / folder / name for folder in ("", "transformer") for name in DIFFUSERS]:
         if file.is_file():
@@ -176,16 +178,15 @@ def read_file(path: Path, options: dict):
             raise UserError(f"{path} describes itself; accepted: no {', '.join(options)}")
         else:
             meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
+        tensors = {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
     meta["path"] = path
     meta["source"] = with_options(path, options)
-    with reading(path, OTHER_VERSION):
-        tensors = {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
     if "sha256" in meta and meta["sha256"] != fingerprint(tensors):
         raise UserError(f"{path} is corrupt: its tensors do not match the SHA-256 in its metadata")
     return meta, tensors
 
 
-def read(path: Path, options: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, dict]:
+def read(path: Path, options: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, Tensors]:
     """Read (meta, tensors) of a whole model, and merge the adapters in the file `lora`. If `path` holds adapters, they
     are merged into their base."""
     meta, tensors = read_file(path, options)
@@ -203,7 +204,7 @@ def read(path: Path, options: dict, lora: str | Path = "", lora_scale: float = 1
     return meta, tensors
 
 
-def build(meta: dict, tensors: dict, device) -> Loaded:
+def build(meta: dict, tensors: Tensors, device) -> Loaded:
     """The model that `meta` describes, with these tensors."""
     with reading(meta["path"], OTHER_VERSION):
         model = empty_model(stored_config(meta))

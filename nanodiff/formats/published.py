@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.common import UserError, print0
+from nanodiff.common import Tensors, UserError, print0
 from nanodiff.files import read_json
 from nanodiff.models.build import model_settings
 from nanodiff.models.dit import DiTConfig, sincos_table
 from nanodiff.models.unet import UNetConfig
 
-# Our part of a name: theirs. Replaced in this order, and in reverse on the way back
+# Part of our name -> of the published one. Replaced in this order, and in reverse on the way back
 META = {
     "final.": "final_layer.",
     ".ada.": ".adaLN_modulation.1.",
@@ -56,7 +56,7 @@ OPTIONS = {  # the settings that each form lacks (options.py), and what the publ
 }
 NO_MODEL = "holds no model or adapters of ours and no published model, or not all of one"
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
-# Fields of diffusers' configs that our model and process fix, and the values that they have there
+# Fields of diffusers' configs that our model and process fix, and their only accepted values
 ACCEPTED = """
     _class_name=DiTTransformer2DModel _class_name=Transformer2DModel activation_fn=gelu-approximate
     norm_type=ada_norm_zero norm_eps=1e-05 norm_eps=1e-06 norm_elementwise_affine=False attention_bias=True
@@ -70,7 +70,7 @@ SIT = re.compile("(?i)(?<![a-z])(sit|repa)(?![a-z])(?!.*(?<![a-z])dit(?![a-z]))"
 NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions", "given_channels")
 
 
-def to_ours(state_dict: dict, names: dict) -> dict:
+def to_ours(state_dict: Tensors, names: dict) -> Tensors:
     for new, old in reversed(names.items()):
         state_dict = {name.replace(old, new): x for name, x in state_dict.items()}
     return state_dict
@@ -80,7 +80,7 @@ def to_ours(state_dict: dict, names: dict) -> dict:
 # Forms: from_* gets all options of a file and ignores those of other forms
 
 
-def from_meta(state_dict: dict, heads: int = 0, label_drop: float = 0.1, **unused) -> tuple[DiTConfig, dict]:
+def from_meta(state_dict: Tensors, heads: int = 0, label_drop: float = 0.1, **unused) -> tuple[DiTConfig, Tensors]:
     """Config and state dict from `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL."""
     tensors = to_ours(state_dict, META)
     if not label_drop and "y_embed.weight" in tensors:  # add the null class that our table has; it is never asked for
@@ -94,7 +94,7 @@ def from_meta(state_dict: dict, heads: int = 0, label_drop: float = 0.1, **unuse
     return config, tensors
 
 
-def to_meta(state_dict: dict, config: DiTConfig) -> dict:
+def to_meta(state_dict: Tensors, config: DiTConfig) -> Tensors:
     """Turn the state dict of a classic DiT into that of facebookresearch/DiT."""
     tensors = state_dict
     for old, new in META.items():
@@ -103,7 +103,7 @@ def to_meta(state_dict: dict, config: DiTConfig) -> dict:
     return {"pos_embed": sincos_table(config)[None]} | tensors | {"x_embedder.proj.weight": patches}
 
 
-def from_sit(state_dict: dict, time_input: str, **options) -> tuple[DiTConfig, dict]:
+def from_sit(state_dict: Tensors, time_input: str, **options) -> tuple[DiTConfig, Tensors]:
     """Config and state dict from `SiT-XL-2-256x256.pt` or REPA's. If the network sees 1-t, its v points to the image.
 
     Only the first half of SiT's output channels was trained. REPA's projectors are used only in training.
@@ -117,7 +117,7 @@ def from_sit(state_dict: dict, time_input: str, **options) -> tuple[DiTConfig, d
     return dataclasses.replace(config, out_channels=config.in_channels), tensors
 
 
-def from_classic(tensors: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
+def from_classic(tensors: Tensors, tokens: int, heads: int) -> tuple[DiTConfig, Tensors]:
     """Config and state dict of a published DiT with `tokens` per side, from its weights under our names. The patch
     embedding, a convolution (C, ch, p, p), becomes a linear layer.
     """
@@ -141,7 +141,7 @@ def from_classic(tensors: dict, tokens: int, heads: int) -> tuple[DiTConfig, dic
     return config, tensors | {"patch_embed.weight": patches.flatten(1)}
 
 
-def from_diffusers(state_dict: dict, sample_size: int, patch_size: int, num_attention_heads: int, **unused):
+def from_diffusers(state_dict: Tensors, sample_size: int, patch_size: int, num_attention_heads: int, **unused):
     """Config and state dict from a DiTTransformer2DModel and its config.json."""
     unique = {}
     for name, value in state_dict.items():
@@ -160,12 +160,12 @@ def from_diffusers(state_dict: dict, sample_size: int, patch_size: int, num_atte
 
 
 def from_openai(
-    state_dict: dict,
+    state_dict: Tensors,
     image_size: int = 0,
     heads: int = 0,
     num_heads_upsample: int = 0,
     **unused,
-) -> tuple[UNetConfig, dict]:
+) -> tuple[UNetConfig, Tensors]:
     """Config and state dict from `ema_0.9999_500000.pt`. It has our names, but attention as Conv1d.
 
     image_size=0: attention starts at 16 pixels, as published. heads=0: 4, or LSUN's 1. Six input channels mean
@@ -209,7 +209,7 @@ def from_openai(
     return config, with_attention(state_dict)
 
 
-def to_openai(state_dict: dict, config: UNetConfig) -> dict:
+def to_openai(state_dict: Tensors, config: UNetConfig) -> Tensors:
     """Turn the state dict of a UNet into that of openai/improved-diffusion, which has no null class or image."""
     tensors = with_attention(state_dict, 1)
     if config.num_classes and config.null_class:
@@ -221,7 +221,7 @@ def to_openai(state_dict: dict, config: UNetConfig) -> dict:
     return tensors
 
 
-def with_attention(state_dict: dict, *width: int) -> dict:
+def with_attention(state_dict: Tensors, *width: int) -> Tensors:
     """The state dict with attention's matrices as (out, in) or, for `width` 1, as Conv1d's (out, in, 1)."""
     tensors = dict(state_dict)
     for name, p in state_dict.items():
@@ -253,7 +253,7 @@ def scheduler_settings(path: Path, config: dict) -> dict:
 FORMS = {"meta": from_meta, "sit": from_sit, "diffusers": from_diffusers, "openai": from_openai}
 
 
-def read_published(path: Path, content: dict, options: dict) -> tuple[dict, dict]:
+def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tensors]:
     """(meta, tensors) of Meta's DiT, SiT, REPA, diffusers' DiT or improved-diffusion's UNet.
 
     `content`: the state dict, or a training checkpoint with one; names may have a prefix, such as DDP's. `options`: see
@@ -344,7 +344,7 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, dict
     return meta, tensors
 
 
-def to_published(form: str, source, tensors: dict) -> tuple[dict, dict]:
+def to_published(form: str, source, tensors: Tensors) -> tuple[Tensors, dict]:
     """A Loaded model's `tensors` as the state dict of `form`, meta or openai, and the settings that the form does not
     hold (options.py). UserError if the file would be read as another model.
     """

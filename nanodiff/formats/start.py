@@ -27,7 +27,7 @@ def inherited(config) -> dict:
     """The settings of a run with init_from that come from its source: its name, the model's shape and the process.
 
     `config`: a configurator.Config. A run with checkpoints takes them from its newest, as the source may be gone. If
-    the given objective needs another kind of process than the source's, only the shape is taken.
+    the new objective needs another kind of process than the source's, only the shape is taken.
     """
     if not config["init_from"]:
         raise UserError(f"lora_rank={config['lora_rank']} needs --init_from=..., the model to tune")
@@ -83,8 +83,8 @@ def open_source(config: dict, meta: dict, device):
     if {"sha256", "lora"} <= adapters.keys() or "lora" in meta:
         base = read(*find(adapters["lora"]["base"]))
         check_base(*base, adapters | {"source": config["init_from"]})
-        source = build(*base, device)
-        source = replace(source, data=adapters["data"], adapters=tensors and (adapters["lora"], tensors))
+        adapter_state = (adapters["lora"], tensors) if tensors else None
+        source = replace(build(*base, device), data=adapters["data"], adapters=adapter_state)
     elif kind.is_map or not meta:
         source = build(*read(*find(meta.get("teacher", config["init_from"]))), device)
         if "teacher_sha256" in meta and meta["teacher_sha256"] != identity(source)["sha256"]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanodiff.common import UserError, get_dist, print0
+from nanodiff.common import Tensors, UserError, get_dist, print0
 from nanodiff.conditions import FACTS, some_conditions
 from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
@@ -65,27 +65,27 @@ def model_settings(model_config: ModelConfig) -> dict:
     }
 
 
-def make_model_config(config: dict, facts: dict, process) -> ModelConfig:
-    """The shape that the settings `config` ask for. `facts`: a codec's description of the data."""
+def make_model_config(config: dict, data: dict, process) -> ModelConfig:
+    """The shape that the settings `config` ask for. `data`: a codec's description of the data."""
     low_res = config["low_res_size"]
-    if low_res >= facts["resolution"]:
-        raise UserError(f"low_res_size={low_res}; accepted: less than the images' {facts['resolution']} pixels")
-    if low_res and facts.get("given_channels"):
+    if low_res >= data["resolution"]:
+        raise UserError(f"low_res_size={low_res}; accepted: less than the images' {data['resolution']} pixels")
+    if low_res and data.get("given_channels"):
         raise UserError(f"low_res_size={low_res}: the data hold second images already; accepted: 0")
     kind, _ = BACKBONES[config["arch"]]
     if process.is_map and not hasattr(kind, "flow_map"):
         raise UserError(f"objective={config['objective']}: a flow map needs arch=dit or dit_classic")
     shape = {
-        "image_size": facts["resolution"],
-        "in_channels": facts["channels"],
-        "out_channels": process.num_outputs * facts["channels"],
+        "image_size": data["resolution"],
+        "in_channels": data["channels"],
+        "out_channels": process.num_outputs * data["channels"],
     }
     for name in FACTS:
-        shape[name] = facts.get(name, 0)
+        shape[name] = data.get(name, 0)
     if not config["class_cond"]:
         shape["num_classes"] = 0
     if low_res:
-        shape["given_channels"] = facts["channels"]
+        shape["given_channels"] = data["channels"]
     for field, setting in setting_fields(kind).items():
         if setting != "depth":
             shape[field] = from_setting(field, config[setting])
@@ -93,7 +93,7 @@ def make_model_config(config: dict, facts: dict, process) -> ModelConfig:
         shape["flow_map"] = True
     model_config = kind.from_depth(config["depth"], **shape)
     unit = model_config.side_unit
-    for height, width, _ in facts.get("sizes", []):
+    for height, width, _ in data.get("sizes", []):
         if height % unit or width % unit:
             raise UserError(f"the data hold {height}x{width}; the model accepts multiples of {unit} (arch, patch_size)")
     return model_config
@@ -123,7 +123,7 @@ def build_model(model_config: ModelConfig, device, seed: int) -> nn.Module:
     return model
 
 
-def load_weights(model: nn.Module, tensors: dict, source, assign: bool = False) -> None:
+def load_weights(model: nn.Module, tensors: Tensors, source, assign: bool = False) -> None:
     """Strict load_state_dict. `assign`: the model keeps these tensors instead of copying them."""
     try:
         model.load_state_dict(tensors, assign=assign)
@@ -198,6 +198,6 @@ def compiled(
     if getattr(model.config, "dropout", 0):
         print0("compiled code is not checked: with dropout eager code draws other masks")
         return fast
-    from nanodiff.models.checked import Checked  # a door
+    from nanodiff.models.checked import Checked  # lazy
 
     return Checked(model, fast)

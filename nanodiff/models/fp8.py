@@ -90,8 +90,8 @@ def use_fp8(model: nn.Module, device, dtype) -> None:
     learns = all(p.requires_grad for p in model.parameters())
     if not (learns and is_fast(device)) or dtype != torch.bfloat16 or model.config.width % 16:
         raise UserError(
-            "fp8=True; accepted: on Hopper GPUs (H100) and newer, with dtype=bfloat16, where the whole model learns, "
-            "at widths that are multiples of 16"
+            "fp8=True needs a Hopper GPU (H100) or newer, dtype=bfloat16, no frozen weights and a width that is a "
+            "multiple of 16; accepted: False"
         )
     # A step of 16 bytes from scale to scale: else cuBLAS refuses them
     model.scales = torch.ones(len(model.blocks), 4, 2, 4, device=device)[..., 0]
