@@ -12,6 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanodiff.conditions import conditioning, made_from, some_conditions
 from nanodiff.models.build import build_model, compile_model, compiled, estimate_flops, uncompiled
@@ -53,15 +55,15 @@ def test_a_new_model_predicts_zero_and_every_parameter_comes_to_life(config):
     assert all(p.grad.any() for p in model.parameters())
 
 
-def test_flops_of_a_dit_by_hand():
-    """Three times two per multiply-add of one image's forward pass."""
-    config = DiTConfig(16, 3, 6, 4, 64, depth=2, heads=2, block="classic", num_classes=4)
-    tokens = 16
-    width = 64
-    per_token = 4 * width**2 + 2 * 4 * width**2 + 2 * tokens * width  # qkv and proj, the MLP, attention
-    blocks = 2 * (tokens * per_token + 6 * width**2)
-    ends = tokens * width * (3 + 6) * 4**2 + 2 * width**2 + 256 * width + width**2
-    assert estimate_flops(build_model(config, "cpu", 0)) == 3 * 2 * (blocks + ends)
+@pytest.mark.parametrize("more", [{}, {"low_res": 4}, {"vector_dim": 7}, {"vector_dim": 7, "vector_len": 5}])
+def test_flops_are_those_of_the_counter(config, more):
+    model, (x, t, y) = build(config, **more), inputs(2)
+    given = {"low_res": x[:, :, ::4, ::4]} if "low_res" in more else {}
+    if "vector_dim" in more:
+        given["vectors"] = torch.ones(2, 5, 7) if "vector_len" in more else torch.ones(2, 7)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(x, t, y, **given)
+    assert estimate_flops(model) == pytest.approx(3 * counter.get_total_flops() / 2, rel=1e-6)
 
 
 def test_checkpointing_changes_no_gradient(config):
