@@ -9,8 +9,8 @@
     dropout = 0.0                     # [0, 1): dropout rate
     config = configure(globals())
 
-A part of the program can have its settings in its own module, listed in configure's `modules`: as fields of a class or
-parameters of a function, under a comment "# Only ...".
+A part of the program can have its settings in its own module, listed in configure's `modules`: as assignments like a
+script's; or as fields of a class or parameters of a function, under a comment "# Only ...".
 
 Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help=all lists everything; --help
 stops after the group "What everybody touches", if there is one.
@@ -43,6 +43,7 @@ ALIASES = {
     "batch_size": "total_batch_size",
     "epochs": "num_epochs",
     "device": "device_type",
+    "given": "pairs",
 }
 KINDS = {bool: "True or False", int: "an integer", float: "a finite number", str: "a string"}
 COMPARE = {
@@ -125,10 +126,11 @@ def check(settings: Settings, name: str, value, where: str = ""):
         near = ALIASES.get(name)
         if near not in settings:
             near = nearest(name.replace("-", "_"), settings)
-            for file in Path(__file__).parent.glob("scripts/*.py"):
+            folder = Path(__file__).parent
+            for file in [*folder.glob("scripts/*.py"), *folder.glob("nanodiff/sampling/settings.py")]:
                 source, _, _ = file.read_text(encoding="utf-8").partition("configure(globals()")
                 if f"\n{name} = " in source:
-                    near += f"; {file.stem} has it"
+                    near += f"; {file.stem.replace('settings', 'sample')} has it"
         if str(value).endswith(".py"):  # --config=runs/a.py
             near += "; a preset stands alone"
         raise ValueError(f"{where}unknown setting {name!r}; nearest: {near}; --help=all lists all")
@@ -157,7 +159,8 @@ def read_settings(globals_: dict, modules=()) -> Settings:
     known = dict(globals_)
     for module in modules:
         text = (Path(__file__).parent / f"nanodiff/{module}.py").read_text(encoding="utf-8")
-        for group in re.findall(r"^ +# Only .*\n(?: +(?:\w+: .* = .*  #|#  ) .*\n)+", text, re.M):
+        groups = re.findall(r"^ +# Only .*\n(?: +(?:\w+: .* = .*  #|#  ) .*\n)+", text, re.M)
+        for group in groups or [text]:
             lines = re.sub(r": .* = (.*?),?  #", r" = \1  #", textwrap.dedent(group))
             source += f"\n{lines}"
             known |= {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+) = (.*?)  #", lines)}

@@ -12,5 +12,5 @@ python3 -m scripts.prepare_data --path="$work/images.npy" --pairs="$work/outline
 python3 -m scripts.base_train runs/pairs_cpu.py "$@"
 find_trained pairs_cpu "$@"
 rm -f "$work/drawn.npz"  # of an earlier model
-python3 -m scripts.sample --model="$run" --given="$work/unseen.npy" --num_images=400 --npz --out="$work/drawn"
+python3 -m scripts.sample --model="$run" --pairs="$work/unseen.npy" --num_images=400 --npz --out="$work/drawn"
 python3 -m runs.pairs.outlines judge "$work"

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, at, count, get_dist, print0
+from nanodiff.common import Progress, UserError, at, base_dir, count, get_dist, print0
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
-from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import from_first_rank, leave_together, over_ranks
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.load import load_run
@@ -31,6 +30,20 @@ from nanodiff.png import encode_png, make_grid
 from nanodiff.prepare.containers import is_image
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import open_samples, settings_for
+from nanodiff.sampling.settings import (  # configure overrides them
+    SAMPLERS,  # noqa: F401 (for the rule of `sampler`)
+    batch_size,
+    cfg_channels,
+    classes,
+    dtype,
+    eta,
+    first,
+    from_images,
+    num_images,
+    seed,
+    size,
+    strength,
+)
 from nanodiff.sampling.store import SampleStore
 
 # Model
@@ -39,39 +52,13 @@ checkpoint_step = "newest"  # newest or >= 0: step of the run's checkpoint
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
 lora_scale = 1.0  # strength of the adapters
-autoencoder = ""  # path of a latent model's VAE; "" = where it was when the latents were made
-# Images
-num_images = 64  # >= 1: how many; a grid shows the first 256
-first = 0  # >= 0: number of the first; --first=37 --num_images=1 draws image 37 alone
-classes = ""  # class names or numbers, comma-separated, used in turn (for a name with a comma, a number); "" = all or,
-#               with npz, in the training set's proportions; with second images or vectors, their labels
-size = ""  # HEIGHTxWIDTH or SIDE in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
-given = ""  # second images: a folder, an .npz (arr_0, arr_1), .npy or val; "" = val, if there is one
-low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), .npy, folder or val; "" = val, if there is one
-vectors = ""  # .npy or .npz (N, D) or (N, L, D): image i takes row i; "" = the validation images' vectors
-seed = 0  # >= 0: seed of the images
-# From given images
-from_images = ""  # images to start from, in turn: a file, folder, .npz (arr_0) or .npy; "" = from noise
-strength = 0.6  # [0, 1]: fraction of the steps to run from the noised image; 1 = from pure noise, 0 = return the image
-mask = ""  # an image file, or an .npy (H, W): from_images are kept where it is white; gray keeps a part of the steps
-# Sampler
-# Steps, sampler and guidance are by default those of the run's own grids
-sampler = "auto"  # auto|{SAMPLERS}: for a published file, auto = heun for flow matching, ddim for Gaussian diffusion
-steps = 0  # >= 0: steps of the sampler; 0 = the run's, 50 for a published file
-respacing = ""  # "250", "10,15,20" or "ddim50": which timesteps a Gaussian diffusion keeps; "" = steps evenly spaced
-eta = 0.0  # [0, 1]: noise of ddim; 1 = as much as ddpm
-# Guidance
-cfg_scale = -1.0  # -1 or [0, 100]: guidance away from the null class; 1 = none; -1 = the run's or 2
-cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
-cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all of the image's
+device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 # Output
 npz = False  # also write arr_0 (N, H, W, C) uint8, labels and protocol
-out = ""  # path of the output, without suffix; "" = samples/ in the run's folder, named by changed settings
-# Machine
-batch_size = 64  # >= 1: images at a time on each rank
-device_type = ""  # ""|cuda|cpu|mps: "" = the best present
-dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
-config = configure(globals())
+out = ""  # path of the output, without suffix; "" = named by changed settings, in samples/ of the run's folder or, for
+#           a file, of $NANODIFF_BASE_DIR
+MODULES = ("sampling/settings",)  # with the settings of Loaded.sample
+config = configure(globals(), modules=MODULES)
 APART = ("model", "checkpoint_step", "seed", "respacing", "npz", "out", "device_type")  # not repeated in the name
 GRID_IMAGES = 256  # the most that a grid shows
 
@@ -99,8 +86,10 @@ if num_images > GRID_IMAGES and not npz:
 
 apart = APART if loaded.is_named_by(model) else APART[1:]  # else the name says which of several files
 name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *apart)
-place = loaded.run_dir / "samples" / name if loaded.run_dir else f"{loaded.path.stem}_{name}"  # here
-stem = str(at(out.removesuffix(".png").removesuffix(".npz") or place))
+if not loaded.run_dir:
+    name = f"{loaded.path.stem}_{name}"
+folder = (loaded.run_dir or base_dir()) / "samples"
+stem = str(at(out.removesuffix(".png").removesuffix(".npz") or folder / name))
 if out and (is_image(stem) or Path(stem).is_dir()):
     raise UserError(f"out={out!r} is a folder, or no PNG; accepted: the path of a file, without suffix, .png or .npz")
 png = Path(f"{stem}.png")
@@ -167,12 +156,18 @@ if rank == 0:
     num_shown = len(images)
     columns = samples.columns
     shown = samples.shown(ids[:num_shown])
-    if shown:  # the second image, then the sample
+    order = ""
+    if shown:
         images = list(itertools.chain(*zip(shown, images)))
         columns = 8
+        order = " (second image, sample, second image, ...)"
+    elif num_shown > 8 * columns:  # as wide as a screen: what would be a column becomes a row, such as a class
+        images += [np.zeros_like(images[0])] * (-num_shown % columns)
+        images = [image for row in range(columns) for image in images[row::columns]]
+        columns = len(images) // columns
+        order = " (numbered down the columns)"
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, protocol=store.protocol))
-    order = " (given, sample, given, ...)" if shown else ""
     seconds = time.perf_counter() - start
     print0(f"{count(num_images - before, 'image', 'images')} in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")
     if npz:

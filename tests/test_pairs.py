@@ -140,7 +140,7 @@ def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_
         assert set(rows) <= set(bucket) and len(set(own.rows(range(len(bucket)), (3, height, width)))) == len(bucket)
         assert (to_uint8(own(range(5), (3, height, width))).numpy() == val.rows(rows)[1]["given"]).all()
         assert (own.labels[own.rows(range(5), (3, height, width))] == val.labels(rows)).all()
-    files = open_samples(loaded, given=str(masks)).inputs["given"]  # tall ones first; their number says their class
+    files = open_samples(loaded, pairs=str(masks)).inputs["given"]  # tall ones first; their number says their class
     first = decode_second(str(masks / "a" / "00.bmp"), "nearest", 1, 20, 12)
     assert (to_uint8(files([0, 24], (3, 20, 12))).numpy() == first).all()
     assert files.labels.tolist() == [0] * 12 + [1] * 12
@@ -158,6 +158,6 @@ def test_samples_take_second_images_of_files(base, run_script, draw, tmp_path):
     images, found, _ = draw(*some)
     grid = decode_png((tmp_path / "drawn.png").read_bytes())
     assert (found == labels).all() and (grid[2:50:3, 2:50:3, 0] == given[0, 0]).all()
-    of_file, found, _ = draw(*some, f"--given={tmp_path / 'file.npz'}")
+    of_file, found, _ = draw(*some, f"--pairs={tmp_path / 'file.npz'}")
     assert (of_file == images).all() and (found == labels).all()
     refused("size='32x32'; accepted with a second image", draw, *some, "--size=32x32")

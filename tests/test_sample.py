@@ -20,7 +20,7 @@ from conftest import ROOT, refused, script_settings
 from PIL import Image
 from processes import FORK, Started
 from test_export import meta_file, unet_file
-from tiny_runs import TIMELESS, make_autoencoder, make_run
+from tiny_runs import TIMELESS, decode_png, make_autoencoder, make_run
 
 import nanodiff
 from configurator import Config, read_settings
@@ -32,7 +32,7 @@ from nanodiff.files import name_of_settings
 from nanodiff.formats.load import load_run
 from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.sampling import draw as drawing
-from nanodiff.sampling import settings as taken
+from nanodiff.sampling import settings as defaults
 from nanodiff.sampling.loaded import settings_for
 from nanodiff.sampling.store import SampleStore
 
@@ -136,6 +136,24 @@ def test_default_names_tell_what_differs(runs, run_script, capsys):
     assert name != name_of_settings("sample", config)
 
 
+def test_many_images_are_as_wide_as_a_screen(run_script, capsys, tmp_path):
+    """A class per row; the last place of a row may stay black."""
+    run_script("sample", *TIMELESS, "--model=flow", "--num_images=70", "--steps=1", f"--out={tmp_path / 'a'}")
+    assert "a grid of 70 (numbered down the columns): " in capsys.readouterr().out
+    grid = decode_png((tmp_path / "a.png").read_bytes())
+    assert grid.shape == (8 * 50 + 2, 9 * 50 + 2, 3)
+    assert not grid[-50:, -50:].any() and grid[5 * 50 + 2, -40].any()
+
+
+def test_samples_of_a_file_go_to_the_base_folder(runs, run_script, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run_script("export", "--model=flow", f"--out={tmp_path}/ours.safetensors")
+    run_script("sample", *TIMELESS, "--model=ours.safetensors", "--num_images=2", "--steps=1")
+    (path,) = (runs.parent / "samples").glob("ours_sample_000001_seed0*.png")
+    assert f": {path}\n" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir()] == ["ours.safetensors"]
+
+
 def test_what_cannot_be_guided_says_so_and_is_named_by_what_was_done(runs, draw, run_script, capsys):
     guided = ("--num_images=3", "--cfg_scale=4", "--cfg_interval=0.3,0.7")
     for run, classes in (("plain", [0, 0, 0]), ("always", [0, 1, 2])):  # without classes; without a null class
@@ -200,10 +218,11 @@ def test_a_wrong_argument_gets_the_scripts_line(run_script, capsys):
     refused(r"mask.*is of shape \(0,\); accepted: \(16, 16\)", sample, from_images=image[None], mask=[])
 
 
-def test_python_has_the_scripts_defaults():
-    settings = read_settings(vars(taken))
-    defaults = {name: setting.default for name, setting in settings.items() if name != "num_images"}
-    assert defaults.items() <= script_settings("sample").defaults.items()
+def test_python_has_the_scripts_settings_declared_once():
+    source = (ROOT / "scripts" / "sample.py").read_text()
+    for name, setting in read_settings(vars(defaults)).items():
+        assert f"\n{name} = " not in source
+        assert script_settings("sample").defaults[name] == setting.default
 
 
 def test_importing_nanodiff_imports_no_torch():

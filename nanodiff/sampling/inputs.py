@@ -28,11 +28,12 @@ def open_inputs(samples, where: dict[str, str], source: str) -> None:
     """
     config, codec = samples.model.config, samples.codec
     like = codec.description
-    for name, read in READERS.items():
-        place = where[name]
+    for setting, read in READERS.items():
+        place = where[setting]
+        name = "given" if setting == "pairs" else setting
         if name not in row_shapes(config):
             if place:
-                raise UserError(f"{name}={place!r} would do nothing: {source} was trained without {name}")
+                raise UserError(f"{setting}={place!r} would do nothing: {source} was trained without {setting}")
         elif place not in ("", "val"):
             samples.inputs[name] = read(place, samples)
         elif like["name"]:
@@ -43,7 +44,7 @@ def open_inputs(samples, where: dict[str, str], source: str) -> None:
                 codec.accept(dataset)
             samples.inputs[name] = inputs_of(dataset, codec, config)[name]
         else:
-            raise UserError(f"{source} names no data set to take {name} from; give --{name}=FILE")
+            raise UserError(f"{source} names no data set to take {setting} from; give --{setting}=FILE")
 
 
 def from_file(read: Callable, where: str, array: np.ndarray, labels: np.ndarray | None = None) -> Inputs:
@@ -55,10 +56,10 @@ def from_file(read: Callable, where: str, array: np.ndarray, labels: np.ndarray 
 # From files: (place, samples) -> Inputs, for the model and codec of ModelSamples
 
 
-def read_given(where: str, samples) -> Inputs:
+def read_pairs(where: str, samples) -> Inputs:
     """Second images from a folder (sub-folders are classes), an .npy or an .npz (arr_0; classes in labels or arr_1),
     cropped to the samples' size."""
-    items, labels = labelled_items("given", where, samples)
+    items, labels = labelled_items("pairs", where, samples)
     codec = samples.codec
     how = (codec.description["given_scaling"], samples.model.config.given_channels)
 
@@ -76,7 +77,7 @@ def read_given(where: str, samples) -> Inputs:
 
 
 def read_low_res(where: str, samples) -> Inputs:
-    """Small images, from any place that read_given accepts; images of the model's size are downsampled."""
+    """Small images, from any place that read_pairs accepts; images of the model's size are downsampled."""
     config, codec = samples.model.config, samples.codec
     side = codec.image_size
     items, labels = labelled_items("low_res", where, samples)
@@ -112,7 +113,7 @@ def read_number_file(name: str, where: str, samples) -> Inputs:
 
 
 # The reader of each condition that can come from a file
-READERS = {"given": read_given, "low_res": read_low_res}
+READERS = {"pairs": read_pairs, "low_res": read_low_res}
 READERS |= {name: functools.partial(read_number_file, name) for name in NUMBERS}
 
 

@@ -15,7 +15,7 @@ from nanodiff.device import autocast_to, choose_dtype
 from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import choose_sampler
 from nanodiff.files import reading
-from nanodiff.sampling import settings as taken
+from nanodiff.sampling import settings as defaults
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, Shape
 from nanodiff.sampling.inputs import READERS, open_inputs, read_from_images, start_from
 
@@ -61,45 +61,45 @@ def parse_size(size: str, config, codec) -> Shape | None:
     return shape
 
 
-def settings_for(loaded, **asked) -> SampleSettings:
-    """SampleSettings from settings of scripts/sample.py; those not given are the run's own."""
-    asked = vars(taken) | asked
+def settings_for(loaded, **overrides) -> SampleSettings:
+    """SampleSettings from settings of scripts/sample.py; the others are the run's own."""
+    options = SimpleNamespace(**vars(defaults) | overrides)
     config = loaded.config
     process = loaded.process
     published_steps = min(50, getattr(process, "num_timesteps", 50))
-    own = {  # a published file has no such settings: 50 steps, guidance 2
+    run = {  # a published file has no such settings: 50 steps, guidance 2
         "steps": config.get("sample_steps", published_steps) or process.default_steps,
         "sampler": config.get("sampler", "auto"),
         "cfg_scale": config.get("cfg_scale", 2.0),
         "cfg_interval": config.get("cfg_interval", "0,1"),
     }
-    given = {name: asked[name] for name in (*own, "cfg_channels") if asked[name] != getattr(taken, name)}
-    own |= given
-    if asked["respacing"] and "steps" in given:
+    changes = {name: value for name, value in vars(options).items() if value != getattr(defaults, name, value)}
+    run |= changes
+    if options.respacing and options.steps:
         raise UserError("steps and respacing both choose the timesteps; accepted: one of them")
-    steps = asked["respacing"] or own["steps"]
-    sampler = choose_sampler(process, own["sampler"], steps, asked["eta"])
-    guidance = choose_guidance(own["cfg_scale"], own["cfg_interval"], loaded.why_unguided, given)
-    return SampleSettings(steps, sampler, *guidance, asked["eta"], asked["cfg_channels"])
+    steps = options.respacing or run["steps"]
+    sampler = choose_sampler(process, run["sampler"], steps, options.eta)
+    guidance = choose_guidance(run["cfg_scale"], run["cfg_interval"], loaded.why_unguided, changes)
+    return SampleSettings(steps, sampler, *guidance, options.eta, options.cfg_channels)
 
 
-def open_samples(loaded, **asked) -> ModelSamples:
+def open_samples(loaded, **overrides) -> ModelSamples:
     """The samples that settings of scripts/sample.py ask for."""
-    classes = parse_classes(asked.get("classes"), loaded.class_names)
-    settings = settings_for(loaded, **asked)
-    asked = SimpleNamespace(**vars(taken) | asked)
-    codec = load_codec(loaded.data, loaded.device, asked.autoencoder)
+    options = SimpleNamespace(**vars(defaults) | overrides)
+    classes = parse_classes(options.classes, loaded.class_names)
+    settings = settings_for(loaded, **overrides)
+    codec = load_codec(loaded.data, loaded.device, options.autoencoder)
     codec.keep_loaded()
-    size = parse_size(asked.size, loaded.model.config, codec)
-    samples = ModelSamples(loaded.model, loaded.process, codec, settings, asked.seed, classes, size=size)
-    open_inputs(samples, vars(asked), loaded.source)
-    if asked.from_images:
-        images = read_from_images(asked.from_images, samples)
-        start_from(samples, images, asked.from_images, asked.strength, asked.mask)
+    size = parse_size(options.size, loaded.model.config, codec)
+    samples = ModelSamples(loaded.model, loaded.process, codec, settings, options.seed, classes, size=size)
+    open_inputs(samples, vars(options), loaded.source)
+    if options.from_images:
+        images = read_from_images(options.from_images, samples)
+        start_from(samples, images, options.from_images, options.strength, options.mask)
         if size:
-            raise UserError(f"size={asked.size!r} with from_images; accepted: the model's own size")
-    elif asked.mask or asked.strength != taken.strength:
-        raise UserError(f"mask={asked.mask!r} and strength={asked.strength} would do nothing without from_images")
+            raise UserError(f"size={options.size!r} with from_images; accepted: the model's own size")
+    elif options.mask or options.strength != defaults.strength:
+        raise UserError(f"mask={options.mask!r} and strength={options.strength} would do nothing without from_images")
     return samples
 
 
@@ -121,29 +121,30 @@ def as_file(value, path: Path) -> str:
     return str(path)
 
 
-def sample(loaded, classes=(), **given) -> np.ndarray:
+def sample(loaded, classes=(), num_images: int = 16, **overrides) -> np.ndarray:
     """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
 
-    `given`: see settings.py. Instead of files, from_images, mask and the conditions may be arrays: (n, H, W, C),
+    `overrides`: see settings.py. Instead of files, from_images, mask and the conditions may be arrays: (n, H, W, C),
     (H, W), (n, D). Images may be a tuple (images, class numbers), or a Pillow image. Other settings may be tuples and
     numbers: cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
     """
-    settings = read_settings(vars(taken))
-    asked = vars(taken) | {"classes": classes}
+    settings = read_settings(vars(defaults))
+    options = {"classes": classes, "num_images": num_images} | overrides
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for name, value in given.items():
+            for name, value in options.items():
                 if name in ("from_images", "mask", *READERS):
                     value = as_file(value, Path(folder, name))
-                asked[name] = check(settings, name, value)
-            samples = open_samples(loaded, **asked)
+                options[name] = check(settings, name, value)
+            samples = open_samples(loaded, **options)
         except ValueError as error:
             raise UserError(str(error).replace(f"{folder}/", "")) from error
+        options = vars(defaults) | options
         samples.size = samples.size or samples.codec.shape
-        autocast = autocast_to(loaded.device, choose_dtype(asked["dtype"], loaded.device))
+        autocast = autocast_to(loaded.device, choose_dtype(options["dtype"], loaded.device))
         images = []
-        numbers = asked["first"] + np.arange(asked["num_images"])
-        for ids in in_batches(numbers, asked["batch_size"]):
+        numbers = options["first"] + np.arange(options["num_images"])
+        for ids in in_batches(numbers, options["batch_size"]):
             with autocast:
                 x0 = samples.draw(ids)
             images.append(samples.codec.to_output(x0).transpose(0, 2, 3, 1))
