@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import ROOT, refused
 from tiny_runs import logged
 from webdriver import CHROMEDRIVER, Browser
 
+from nanodiff.files import read_json
 from nanodiff.png import encode_png
-from nanodiff.web.report import BINS, MOST_GRIDS, read_run, refresh_report, smooth, write_report
+from nanodiff.web.report import BINS, LOSSES, MOST_GRIDS, read_run, refresh_report, smooth, write_report
 
 VOID = {"meta", "img", "input", "line", "path", "br"}
 
@@ -253,6 +254,19 @@ def test_a_published_recipe_is_told_the_loss_to_expect(base):
     facts["num_iterations"] = 3000
     (folder / "config.json").write_text(json.dumps(facts))
     assert "expected" not in report(folder).text
+
+
+def test_the_losses_to_expect_are_the_guides():
+    """One row of its table for each recipe; a loss for each step."""
+    table = (ROOT / "runs" / "GUIDE.md").read_text().split("| training loss on CIFAR-10 at step ")[1]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()[:5]]
+    for record in read_json(LOSSES)["cifar10"]:
+        recipe = "depth {depth}, patch {patch_size}, {num_iterations:,} steps of {total_batch_size}"
+        start = recipe.format(**record["recipe"])
+        (row,) = [row for row in rows if row[1].startswith(start)]
+        published = dict(zip(head[1:], row[2:]))
+        for step, loss in record["losses"].items():
+            assert published[f"{int(step):,}"] == f"{loss:.3f}"
 
 
 def test_a_report_may_fail_and_takes_one_percent_of_the_time(tmp_path, monkeypatch):

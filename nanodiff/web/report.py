@@ -26,46 +26,10 @@ BINS = 300  # long curves are thinned to the minimum and maximum of this many se
 MOST_BYTES = 2**25  # of a longer metrics.jsonl, only every n-th line is read, and all evaluations
 MOST_GRIDS = 24  # per run; report.html embeds them
 BY_QUARTER = " by quarter of t, from image to noise"
-WORDS = {  # part of a key -> words
-    "train/loss": "training loss",
-    "val/loss": "validation loss",
-    "_ema": " of the average",
-    "_q0": ", first quarter",
-    "_q1": ", second quarter",
-    "_q2": ", third quarter",
-    "_q3": ", last quarter",
-}
-TITLES = {  # metric -> title of its chart, in the order of the charts; other metrics come last
-    "fid": "FID, lower is better",
-    "fd_classifier": "Fréchet distance in a classifier's features, lower is better",
-    "fd_simclr": "Fréchet distance in features learned without labels, lower is better",
-    "precision": "Precision: samples that look real",
-    "recall": "Recall: real images that samples resemble",
-    "loss": "Loss",
-    "loss" + BY_QUARTER: "Loss" + BY_QUARTER,
-    "lrm": "Learning rate, relative to its peak",
-    "grad_norm": "Gradient norm before clipping",
-    "images_per_sec": "Images per second",
-    "dt_ms": "Milliseconds per step",
-    "data_ms": "Milliseconds per step spent waiting for data",
-    "mfu": "MFU, percent of the peak",
-    "kid": "Kernel distance, lower is better",
-    "kd_classifier": "Kernel distance in the same features, lower is better",
-    "class_accuracy": "Samples that show the class asked for",
-    "well_formed": "Samples drawn as well as real shapes",
-    "median_distance": "Median distance to the nearest real shape; up to 1 is well formed",
-}
-FOLDED = ("grad_norm", "lrm", "images_per_sec", "dt_ms", "data_ms", "mfu")  # charts at the end
-AXES = dict.fromkeys(("loss", "loss" + BY_QUARTER, "grad_norm"), "log")
-AXES |= dict.fromkeys(FOLDED[1:], "zero")  # they begin at 0
-# CIFAR-10's training loss by depth, patch_size, num_iterations, total_batch_size: {step: loss} (runs/GUIDE.md).
-# Means over a tenth of the steps around it differ between seeds by less than LOSS_SPREAD
-EXPECTED_LOSS = {
-    (3, 4, 4000, 64): {1000: 0.157, 2000: 0.153, 4000: 0.144},
-    (4, 4, 14338, 128): {1000: 0.152, 4000: 0.146, 10000: 0.142},
-    (6, 2, 6556, 512): {1000: 0.145, 4000: 0.137, 6500: 0.133},
-}
-LOSS_SPREAD = 0.004
+WORDS = read_json(Path(__file__).with_name("words.json"))
+TITLES = WORDS["charts"]  # of metrics, in the order of their charts; other metrics come last
+LOSSES = Path(__file__).parents[2] / "runs" / "records" / "losses.json"  # of data sets, recipes and steps
+LOSS_SPREAD = 0.004  # means over a tenth of the steps around one differ by less between seeds
 # Smoothed by the report itself; straight lines
 NOT_DRAWN = ("train/loss_smooth", "step", "images_seen", "total_training_flops", "total_training_time_s")
 
@@ -137,7 +101,7 @@ def thin(y: np.ndarray) -> np.ndarray:
 
 def in_words(key: str) -> str:
     """A curve's name: "validation loss of the average"; a chart's title if it has no other curve."""
-    for part, words in WORDS.items():
+    for part, words in WORDS["curves"].items():
         key = key.replace(part, words)
     name = key.split("/")[-1]
     return TITLES.get(name, name)
@@ -184,12 +148,10 @@ def chart(title: str, name: str, metrics: list[tuple[Run, str, str]]) -> str:
             curves.append(curve | {"y": [float(f"{value:.6g}") for value in values[rows]]})
     if not curves:
         return ""
-    data = {"title": title, "unit": "step" if run.per_step == 1 else "images", "axis": AXES.get(name, "")}
-    kind = "chart folded" if name in FOLDED else "chart"
-    text = json.dumps(data | {"curves": curves}, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )  # nothing in it ends the script element
-    return f'<figure class="{kind}"><script type="application/json">{text}</script></figure>\n'
+    unit = "step" if run.per_step == 1 else "images"
+    text = json.dumps({"title": title, "metric": name, "unit": unit, "curves": curves}, separators=(",", ":"))
+    text = text.replace("<", "\\u003c")  # nothing in it ends the script element
+    return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
 
 
 def strip(run: Run) -> str:
@@ -296,17 +258,17 @@ def summary(run: Run) -> dict:
 
 def compare_loss(run: Run) -> str:
     """The training loss beside the one expected at the last step for which a published recipe has it; "" for others."""
-    config = run.facts["config"]
-    model = run.facts["model"]
-    recipe = (model.get("depth"), model.get("patch_size"), run.facts["num_iterations"], config["total_batch_size"])
+    facts = run.facts["config"] | run.facts["model"] | {"num_iterations": run.facts["num_iterations"]}
     losses = run.logged.get("train/loss", {})
     line = ""
-    if run.facts["data"]["name"] == "cifar10":
-        for step, expected in EXPECTED_LOSS.get(recipe, {}).items():
-            near = [loss for i, loss in losses.items() if 0.95 * step <= i <= 1.05 * step]
-            if near and step <= max(losses):
-                low, high = expected - LOSS_SPREAD, expected + LOSS_SPREAD
-                line = f"loss {np.mean(near):.3f} at step {step:,}; expected {low:.3f} to {high:.3f} by this recipe"
+    for record in read_json(LOSSES).get(run.facts["data"]["name"], []):
+        if record["recipe"].items() <= facts.items():
+            for step, expected in record["losses"].items():
+                step = int(step)
+                near = [loss for i, loss in losses.items() if 0.95 * step <= i <= 1.05 * step]
+                if near and step <= max(losses):
+                    low, high = expected - LOSS_SPREAD, expected + LOSS_SPREAD
+                    line = f"loss {np.mean(near):.3f} at step {step:,}; expected {low:.3f} to {high:.3f} by this recipe"
     return line
 
 
