@@ -111,7 +111,6 @@ protocol |= {
     "batch_size": batch_size,
     "autoencoder": latents.get("autoencoder"),
     "autoencoder_sha256": latents.get("sha256"),
-    "rounding": codec.rounding,
     "dtype": str(compute_dtype).removeprefix("torch."),
     "device": device_name(device) if device.type == "cuda" else device.type,
     "torch": torch.__version__,

@@ -78,11 +78,9 @@ class Inputs:
     of_set: bool = False  # then rows come in a random order, as a set may be sorted by class
 
     def rows(self, ids, shape) -> np.ndarray:
-        def difference(size):
-            height, width = size
-            return abs(height / width - shape[1] / shape[2])
-
-        bucket = self.buckets[min(self.buckets, key=difference)]
+        ratio = shape[1] / shape[2]
+        nearest = min(self.buckets, key=lambda size: abs(size[0] / size[1] - ratio))
+        bucket = self.buckets[nearest]
         rows = np.asarray(ids) % len(bucket)
         if self.of_set:
             rows = shuffled(rows, len(bucket), (0,))
@@ -192,7 +190,7 @@ class ModelSamples:
             "network_evaluations": self.network_evaluations(),
             "classes": "in the set's proportions" if self.classes else "all, balanced",
             "seed": self.seed,
-            "rounding": "round(127.5 (x + 1)), clamped to 0..255",
+            "rounding": self.codec.rounding,
         }
         for name, inputs in self.inputs.items():
             protocol[name] = inputs.described
