@@ -73,9 +73,9 @@ class Setting(NamedTuple):
 Settings = dict[str, Setting]  # by name
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """The names most like `name`, at most three, for messages; "none" if nothing is known."""
-    return ", ".join(difflib.get_close_matches(name, known, cutoff=0)) or "none"
+    return ", ".join(difflib.get_close_matches(name, names, cutoff=0)) or "none"
 
 
 def satisfies(value, rule: str) -> bool:
@@ -107,20 +107,20 @@ def cast(kind: type, value):
     """Convert to the setting's type; None if that would lose information or be a guess."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if kind is bool:
-        fits = value in (0, 1)
+        is_accepted = value in (0, 1)
     elif kind is int:  # 1e6 is an integer, 1.5 and inf are not
-        fits = is_number and value % 1 == 0 and abs(value) < 2**63
+        is_accepted = is_number and value % 1 == 0 and abs(value) < 2**63
     elif kind is float:  # false for inf, nan and 10**400
-        fits = is_number and abs(value) <= sys.float_info.max
+        is_accepted = is_number and abs(value) <= sys.float_info.max
     elif isinstance(value, list | tuple):
         items = [cast(str, item) for item in value]
         return None if None in items else ",".join(items)
     else:
-        fits = is_number or isinstance(value, str | Path)
-    return kind(value) if fits else None
+        is_accepted = is_number or isinstance(value, str | Path)
+    return kind(value) if is_accepted else None
 
 
-def check(settings: Settings, name: str, value, where: str = ""):
+def check(settings: Settings, name: str, value, place: str = ""):
     """Convert a value, perhaps given as text, to the setting's type. Raises ValueError with the line for the user."""
     if name not in settings:
         near = ALIASES.get(name)
@@ -133,15 +133,15 @@ def check(settings: Settings, name: str, value, where: str = ""):
                     near += f"; {file.stem.replace('settings', 'sample')} has it"
         if str(value).endswith(".py"):  # --config=runs/a.py
             near += "; a preset stands alone"
-        raise ValueError(f"{where}unknown setting {name!r}; nearest: {near}; --help=all lists all")
+        raise ValueError(f"{place}unknown setting {name!r}; nearest: {near}; --help=all lists all")
     rule = settings[name].rule
     kind = type(settings[name].default)
     if isinstance(value, str) and kind is not str:
         value = literal(value)
     result = cast(kind, value)
     if result is None or (rule and not satisfies(result, rule)):
-        accepted = f"{KINDS[kind]}, {rule}".rstrip(", ")
-        raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {accepted}")
+        limits = f"{KINDS[kind]}, {rule}".rstrip(", ")
+        raise ValueError(f"{place}{name}={value!r} is not accepted; accepted: {limits}")
     return result
 
 
@@ -156,14 +156,14 @@ def read_settings(globals_: dict, modules=()) -> Settings:
     """The settings of the calling script in file order: its plain assignments up to the call of configure. Then those
     of `modules`, such as models/dit: fields and parameters under "# Only ...", rewritten as assignments."""
     source = Path(globals_["__file__"]).read_text(encoding="utf-8").partition("configure(globals()")[0]
-    known = dict(globals_)
+    values = dict(globals_)
     for module in modules:
         text = (Path(__file__).parent / f"nanodiff/{module}.py").read_text(encoding="utf-8")
         groups = re.findall(r"^ +# Only .*\n(?: +(?:\w+: .* = .*  #|#  ) .*\n)+", text, re.M)
         for group in groups or [text]:
             lines = re.sub(r": .* = (.*?),?  #", r" = \1  #", textwrap.dedent(group))
             source += f"\n{lines}"
-            known |= {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+) = (.*?)  #", lines)}
+            values |= {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+) = (.*?)  #", lines)}
     table = lambda match: "|".join(globals_[match[1]])  # {SAMPLERS} -> euler|heun|...
     settings = {}
     heading = []
@@ -173,7 +173,7 @@ def read_settings(globals_: dict, modules=()) -> Settings:
             heading.append(line.strip("#- "))
             continue
         name, _, rest = line.partition(" = ")
-        default = known.get(name)
+        default = values.get(name)
         if isinstance(default, tuple):  # a field's
             default = cast(str, default)
         if type(default) in KINDS and re.match("[a-z]", name):
@@ -191,17 +191,17 @@ def read_preset(settings: Settings, path: str) -> dict:
     """{name: value} of a preset's assignments. Raises ValueError naming the file and the line."""
     values = {}
     try:
-        found = Path(path)
-        if not found.is_file():
-            found = Path(__file__).parent / path
-        nodes = ast.parse(found.read_bytes(), path).body
+        file = Path(path)
+        if not file.is_file():
+            file = Path(__file__).parent / path
+        nodes = ast.parse(file.read_bytes(), path).body
     except (SyntaxError, ValueError, OSError) as error:
         presets = [f"runs/{file.name}" for file in Path(__file__).parent.glob("runs/*.py")]
         raise ValueError(
             f"{path!r} is no --key=value and no preset: {error}; nearest: {nearest(path, presets)}"
         ) from None
     for node in nodes:
-        where = f"preset {path!r} line {node.lineno}: "
+        place = f"preset {path!r} line {node.lineno}: "
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
         try:
@@ -209,19 +209,19 @@ def read_preset(settings: Settings, path: str) -> dict:
             name = target.id
             value = ast.literal_eval(node.value)
         except (AttributeError, ValueError, TypeError):
-            raise ValueError(f"{where}only assignments of literals are accepted, such as depth = 12") from None
-        values[name] = check(settings, name, value, where)
+            raise ValueError(f"{place}only assignments of literals are accepted, such as depth = 12") from None
+        values[name] = check(settings, name, value, place)
     return values
 
 
-def read_argument(settings: Settings, arg: str, after: str) -> dict:
-    """{name: value} of one command-line argument; `after`: the next argument. --name alone is --name=True."""
+def read_argument(settings: Settings, arg: str, next_arg: str) -> dict:
+    """{name: value} of one command-line argument; `next_arg`: the next argument. --name alone is --name=True."""
     if arg.startswith("--"):
         name, equals, text = arg[2:].partition("=")
         if name in settings and not equals:
-            is_alone = re.match(r"--|.*\.py$", after)  # else: --data mine, as for argparse
+            is_alone = re.match(r"--|.*\.py$", next_arg)  # else: --data mine, as for argparse
             if not (is_alone and isinstance(settings[name].default, bool)):
-                value = "VALUE" if is_alone else after.strip("=")
+                value = "VALUE" if is_alone else next_arg.strip("=")
                 raise ValueError(f"{arg} has no value; write {arg}={value}; {settings[name].comment}")
         return {name: check(settings, name, text if equals else True)}
     return read_preset(settings, arg)
@@ -257,8 +257,8 @@ def help_text(settings: Settings, globals_: dict, whole: bool) -> str:
                 lines.append(f"\n--help=all: {len(settings) - number} more settings")
                 break
             lines += ["", *s.heading]
-        given = f"--{name}={s.default}"
-        text = f"  {given:<28} {type(s.default).__name__:<5} {s.comment}"
+        option = f"--{name}={s.default}"
+        text = f"  {option:<28} {type(s.default).__name__:<5} {s.comment}"
         lines += textwrap.wrap(text, width, subsequent_indent=" " * 37, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 
@@ -288,8 +288,8 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None, mod
             raise ValueError(
                 f"this locale reads names as {sys.getfilesystemencoding()}; accepted: utf-8, such as by PYTHONUTF8=1"
             )
-        for arg, after in zip(argv, [*argv[1:], "--"]):
-            config.given |= read_argument(settings, arg, after)
+        for arg, next_arg in zip(argv, [*argv[1:], "--"]):
+            config.given |= read_argument(settings, arg, next_arg)
         config |= config.given
         if inherited:
             config |= inherited(config) | config.given

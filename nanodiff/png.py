@@ -33,19 +33,19 @@ def make_grid(images, columns: int) -> np.ndarray:
     """
     scale = max(1, 48 // max(image.shape[2] for image in images))
     tiles = []  # (top, left, (H, W, C))
-    top = PADDING
+    y = PADDING
     width = 0
     for first in range(0, len(images), columns):
-        left = PADDING
+        x = PADDING
         row = images[first : first + columns]
         for image in row:
             tile = np.asarray(image).transpose(1, 2, 0).repeat(scale, 0).repeat(scale, 1)
-            tiles.append((top, left, tile))
-            left += tile.shape[1] + PADDING
-        top += scale * max(image.shape[1] for image in row) + PADDING
-        width = max(width, left)
-    grid = np.zeros((top, width, 3), np.uint8)
-    for top, left, tile in tiles:
+            tiles.append((y, x, tile))
+            x += tile.shape[1] + PADDING
+        y += scale * max(image.shape[1] for image in row) + PADDING
+        width = max(width, x)
+    grid = np.zeros((y, width, 3), np.uint8)
+    for y, x, tile in tiles:
         h, w, _ = tile.shape
-        grid[top : top + h, left : left + w] = tile
+        grid[y : y + h, x : x + w] = tile
     return grid

@@ -70,7 +70,7 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
         facts = read_json(note)
         check_file(writer.parts, facts["shard"])
         return facts
-    encoded = []  # (B, channels, h, w) fp16
+    parts = []  # (B, channels, h, w) fp16
     sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # sums of z and z^2, per channel
     for ids in in_batches(rows, batch_size):
         images, cond = dataset.rows(ids)
@@ -84,10 +84,10 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
             sums[0] += mean.sum((0, 2, 3))
             sums[1] += (mean**2 + std**2).sum((0, 2, 3))
         if second:
-            given = from_stored(cond, {}, device=device)["given"]
-            blocks.append(F.interpolate(given, mean.shape[2:], mode="area"))
-        encoded.append(torch.cat(blocks, 1).half().cpu().numpy())
-    latents = np.concatenate(encoded)
+            second_images = from_stored(cond, {}, device=device)["given"]
+            blocks.append(F.interpolate(second_images, mean.shape[2:], mode="area"))
+        parts.append(torch.cat(blocks, 1).half().cpu().numpy())
+    latents = np.concatenate(parts)
     if not np.isfinite(latents).all():
         raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {dataset.split} {rows[0]}..{rows[-1]}")
     facts = {

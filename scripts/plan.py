@@ -64,10 +64,10 @@ def time_depths(num_images: int, patch_size: int = 0) -> list[dict]:
     rows = []
     for depth in DEPTHS:
         if rows:  # parameters and the time of an image each grow with about the cube of the depth
-            expected = rows[-1]["tokens/parameter"] * (rows[-1]["depth"] / depth) ** 6
-            if expected > 100:
+            estimate = rows[-1]["tokens/parameter"] * (rows[-1]["depth"] / depth) ** 6
+            if estimate > 100:
                 continue
-            if expected < 1:
+            if estimate < 1:
                 break
         arguments = f"--data={data} --depth={depth} --patch_size={patch_size} --total_batch_size={batch}"
         try:

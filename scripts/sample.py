@@ -100,7 +100,7 @@ protocol |= {
     "data": loaded.data["name"],
     "size": size or ("as the data's" if samples.is_mixed else f"{codec.image_size}x{codec.image_size}"),
     "eta": eta,
-    **(samples.given.described if samples.given else {}),
+    **(samples.start_images.description if samples.start_images else {}),
     "cfg_channels": cfg_channels or "all",
     "lora": f"{lora}, SHA-256 {sha256_of(at(lora))}" if lora else "",
     "lora_scale": lora_scale,
@@ -128,16 +128,17 @@ if from_first_rank(rank == 0 and store.open(), "the store"):  # the other ranks 
     print0(f"{num_images:,} images of this protocol are there already: {output}")
     leave_together()
     sys.exit()
-before = store.num_drawn()
-if before:
-    print0(f"{before:,} of {num_images:,} images are there already, in {store.folder}")
+num_stored = store.num_drawn()
+if num_stored:
+    print0(f"{num_stored:,} of {num_images:,} images are there already, in {store.folder}")
+num_new = num_images - num_stored
 start = time.perf_counter()
-with Progress(num_images - before, "images", "sampling") as bar:
+with Progress(num_new, "images", "sampling") as bar:
     for k in store.missing(rank, world):
-        drawn = store.num_drawn() - before  # by all ranks
+        num_drawn = store.num_drawn() - num_stored  # by all ranks
 
-        def on_step(i, steps, x0, drawn=drawn):
-            done = drawn + len(x0) * i / steps
+        def on_step(i, steps, x0, num_drawn=num_drawn):
+            done = num_drawn + len(x0) * i / steps
             bar.update(done - bar.done)
 
         with autocast:
@@ -151,13 +152,13 @@ if not_finite:
 # Write a grid of the first images, and the file of all images
 
 if rank == 0:
-    images = [codec.picture(stored.transpose(2, 0, 1)[None])[0] for stored in store.first(GRID_IMAGES)]  # (C, H, W)
+    images = [codec.picture(array.transpose(2, 0, 1)[None])[0] for array in store.first(GRID_IMAGES)]  # (C, H, W)
     num_shown = len(images)
     columns = samples.columns
-    shown = samples.shown(ids[:num_shown])
+    second_images = samples.second_images(ids[:num_shown])
     order = ""
-    if shown:
-        images = list(itertools.chain(*zip(shown, images)))
+    if second_images:
+        images = list(itertools.chain(*zip(second_images, images)))
         columns = 8
         order = " (second image, sample, second image, ...)"
     elif num_shown > 8 * columns:  # as wide as a screen: what would be a column becomes a row, such as a class
@@ -168,7 +169,7 @@ if rank == 0:
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, protocol=store.protocol))
     seconds = time.perf_counter() - start
-    print0(f"{count(num_images - before, 'image', 'images')} in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")
+    print0(f"{count(num_new, 'image', 'images')} in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")
     if npz:
         store.write_npz(samples.labels(ids))
         print0(f"{count(num_images, 'image', 'images')}: {output}")

@@ -95,43 +95,43 @@ def describe_run(path: Path) -> dict:
 @functools.lru_cache(1)
 def load(run_dir: Path, step: int, ema: str, time_ns: int, device) -> tuple[Loaded, ModelSamples]:
     """The model and its samples. `time_ns`: of what is read, so that new weights of the same name are loaded anew."""
-    which = () if run_dir.is_file() else (step, ema)
-    loaded = load_run(str(run_dir), device, *which)
-    enlarged = low_res if loaded.model.config.low_res else ""
-    return loaded, open_samples(loaded, low_res=enlarged, autoencoder=autoencoder)
+    choice = () if run_dir.is_file() else (step, ema)
+    loaded = load_run(str(run_dir), device, *choice)
+    small_images = low_res if loaded.model.config.low_res else ""
+    return loaded, open_samples(loaded, low_res=small_images, autoencoder=autoencoder)
 
 
 def read_request(body: bytes) -> dict:
     """The fields of form.py from a request's JSON, checked as settings are; from_image as bytes."""
-    asked = json.loads(body)
+    request = json.loads(body)
     settings = read_settings(vars(form))
-    asked = {name: check(settings, name, asked.get(name)) for name in settings}
-    return asked | {"from_image": base64.b64decode(asked["from_image"], validate=True)}
+    request = {name: check(settings, name, request.get(name)) for name in settings}
+    return request | {"from_image": base64.b64decode(request["from_image"], validate=True)}
 
 
-def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> None:
+def draw(request: dict, runs: dict[str, Path], send, device, compute_dtype) -> None:
     """Draw the samples of a request; send(**event) streams the steps, and up to MOST_FRAMES pictures of them."""
     start = time.perf_counter()
-    path = runs.get(asked["run"])
+    path = runs.get(request["run"])
     if not path:
-        raise UserError(f"run={asked['run']!r} is not there any more: load the page anew")
-    send(note=f"Loading {asked['run']}")
-    step = asked["checkpoint_step"]
+        raise UserError(f"run={request['run']!r} is not there any more: load the page anew")
+    send(note=f"Loading {request['run']}")
+    step = request["checkpoint_step"]
     weights = dict(list_checkpoints(path)).get(step, path)
     with reading(path):
         time_ns = weights.stat().st_mtime_ns
-    loaded, samples = load(path, step, asked["ema"], time_ns, device)
-    classes = parse_classes(asked["classes"], loaded.class_names)
-    settings = settings_for(loaded, **asked)
-    samples = replace(samples, settings=settings, seed=asked["seed"], classes=classes, not_finite=0)
+    loaded, samples = load(path, step, request["ema"], time_ns, device)
+    classes = parse_classes(request["classes"], loaded.class_names)
+    settings = settings_for(loaded, **request)
+    samples = replace(samples, settings=settings, seed=request["seed"], classes=classes, not_finite=0)
     codec = samples.codec
-    n = asked["num_images"]
-    drawn = asked | settings.named | {"from_image": None}
-    if asked["from_image"]:
+    n = request["num_images"]
+    facts = request | settings.named | {"from_image": None}
+    if request["from_image"]:
         with reading("the picture to start from", "is no image"):
-            picture, _ = decode(asked["from_image"], [(codec.image_size, codec.image_size)])
-        start_from(samples, picture[None], "a picture", asked["strength"])
-        drawn["from_image"] = samples.given.described["from_images"]
+            picture, _ = decode(request["from_image"], [(codec.image_size, codec.image_size)])
+        start_from(samples, picture[None], "a picture", request["strength"])
+        facts["from_image"] = samples.start_images.description["from_images"]
     columns = samples.columns
 
     def send_picture(images, protocol="", **event):  # (C, H, W) uint8 each
@@ -145,8 +145,8 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
             x0 = F.avg_pool2d(x0, -(-x0.shape[-1] // FRAME_SIZE))
             send_picture(codec.preview(x0), step=i, steps=steps)
 
-    if given := samples.shown(range(n)):
-        send_picture(given, step=0, steps=asked["steps"])
+    if second_images := samples.second_images(range(n)):
+        send_picture(second_images, step=0, steps=request["steps"])
     images = []
     for ids in samples.batches(np.arange(n), n):
         with autocast_to(device, compute_dtype):
@@ -156,8 +156,8 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     if loaded.num_classes and (n <= columns or columns % len(samples.turns.labels) == 0):
         classes = [loaded.class_names[label] for label in samples.labels(range(min(n, columns)))]
     seconds = time.perf_counter() - start
-    send_picture(images, json.dumps(drawn), settings=drawn, classes=classes, seconds=seconds, warning=warning)
-    print0(f"{count(n, 'image', 'images')} of {asked['run']} at step {loaded.step:,}")
+    send_picture(images, json.dumps(facts), settings=facts, classes=classes, seconds=seconds, warning=warning)
+    print0(f"{count(n, 'image', 'images')} of {request['run']} at step {loaded.step:,}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,11 +169,11 @@ class Handler(LocalHandler):
         if self.path == "/":
             self.reply(Path(form.__file__).with_name("ui.html").read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/runs":
-            offered = {}
+            choices = {}
             for tag, path in list_runs(self.server.first_run).items():
                 with suppress(UserError, OSError):  # not offered if it cannot be sampled
-                    offered[tag] = describe_run(path)
-            self.reply(json.dumps(offered).encode(), "application/json")
+                    choices[tag] = describe_run(path)
+            self.reply(json.dumps(choices).encode(), "application/json")
         else:
             self.send_error(404)
 
@@ -182,15 +182,15 @@ class Handler(LocalHandler):
             self.send_error(404)
             return
         try:
-            asked = read_request(self.body())
+            request = read_request(self.body())
         except (ValueError, AttributeError, RecursionError) as e:
             self.refuse(400, f"request refused: {e}"[:500])
         else:
-            self.stream(functools.partial(self.work, asked))
+            self.stream(functools.partial(self.work, request))
 
-    def work(self, asked: dict, send) -> None:
+    def work(self, request: dict, send) -> None:
         try:
-            draw(asked, list_runs(self.server.first_run), send, self.server.device, self.server.compute_dtype)
+            draw(request, list_runs(self.server.first_run), send, self.server.device, self.server.compute_dtype)
         except UserError as e:
             send(error=str(e))
         except (ConnectionError, TimeoutError):

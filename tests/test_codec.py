@@ -20,7 +20,7 @@ from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.timesteps import FOR_FLOW, FOR_GAUSSIAN, make_timesteps
 from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.models.dit import DiTConfig
-from nanodiff.sampling.draw import Known, ModelSamples, SampleSettings
+from nanodiff.sampling.draw import ModelSamples, SampleSettings, StartImages
 from nanodiff.training.log import Meter
 
 CPU = torch.device("cpu")
@@ -151,14 +151,14 @@ def test_no_float64_before_the_cpu(kind, process):
     model = lambda x_t, t, **cond: x_t.bfloat16()
     model.config = DiTConfig(8, 3, out_channels=3, patch_size=4, width=16, depth=1, heads=4)
     start = codec.to_x0(torch.zeros(2, 3, 8, 8), None)
-    known = Known(start, 0.7, torch.full((1, 1, 8, 8), 0.5))
+    known = StartImages(start, 0.7, torch.full((1, 1, 8, 8), 0.5))
     with NoFloat64():
         with pytest.raises(TypeError, match="no float64"):
             torch.zeros(2, device=META).double()
         for name in process.samplers:
             for given in (None, known):
                 settings = SampleSettings(steps=3, sampler=name)
-                samples = ModelSamples(model, process, codec, settings, given=given)
+                samples = ModelSamples(model, process, codec, settings, start_images=given)
                 x0 = samples.draw(np.arange(2), on_step=lambda i, steps, x0: codec.preview(x0))
                 assert x0.is_meta and x0.dtype == torch.float32
                 output = codec.to_output(x0)

@@ -14,7 +14,7 @@ from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.png import encode_png
 from nanodiff.prepare.decode import Item, decode
-from nanodiff.sampling.draw import Known
+from nanodiff.sampling.draw import StartImages
 from nanodiff.sampling.inputs import decoded_items, read_mask, start_from
 
 SAMPLERS = [("flow", name) for name in FlowMatching.samplers] + [("eps", name) for name in GaussianDiffusion.samplers]
@@ -100,7 +100,7 @@ def test_a_latent_is_kept_as_its_darkest_pixel(tmp_path):
     samples = SimpleNamespace(codec=codec, shape=(3, 16, 16))
     start_from(samples, np.zeros((1, 3, 16, 16), np.uint8), "", 1.0, str(tmp_path / "mask.npy"))
     expected = torch.tensor([[1, 1, 1, 1], [1, 0.2, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]])
-    torch.testing.assert_close(samples.given.mask[0, 0], expected)
+    torch.testing.assert_close(samples.start_images.mask[0, 0], expected)
 
 
 @pytest.mark.parametrize("process", [FlowMatching(timestep_shift=0.3), GaussianDiffusion()])
@@ -111,7 +111,7 @@ def test_a_gray_mask_is_less_strength(process):
     denoiser = lambda x_t, t, time: torch.sin(3 * x_t)
 
     def sample(strength, level):
-        known = Known(x0, strength, torch.full((1, 1, 4, 4), level))
+        known = StartImages(x0, strength, torch.full((1, 1, 4, 4), level))
         return process.sample(denoiser, noise, 5, sampler, start_image=known)
 
     assert len({float(sample(1.0, level).sum()) for level in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)}) == 6
@@ -124,7 +124,7 @@ def test_a_gray_mask_is_less_strength(process):
 def test_the_known_part_has_the_noise_of_each_step(process):
     """Of every x_t it is the forward process's, with the noise that sampling started from."""
     x0, noise = torch.randn(2, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    known, seen = Known(x0, 1.0, torch.ones(1, 1, 4, 4)), []
+    known, seen = StartImages(x0, 1.0, torch.ones(1, 1, 4, 4)), []
     denoiser = lambda x_t, t, time: seen.append((x_t.clone(), t)) or torch.zeros_like(x_t)
     process.sample(denoiser, noise, 5, "ddim" if process.is_gaussian else "euler", start_image=known)
     assert len(seen) == 5

@@ -187,7 +187,7 @@ def test_a_long_run_with_many_grids_stays_small(base, monkeypatch):
     monkeypatch.setattr("nanodiff.web.report.MOST_BYTES", 100_000)  # of more, not every line is read, but evaluations
     log(folder, [*lines, {"step": 7, "val/loss": 2.0}])
     run = read_run(folder, over_images=False)
-    assert 1000 < len(run.logged["train/loss"]) < 4000 and run.logged["val/loss"] == {7: 2.0}
+    assert 1000 < len(run.history["train/loss"]) < 4000 and run.history["val/loss"] == {7: 2.0}
 
 
 def test_what_is_torn_not_finite_or_missing_is_left_out(base, capsys):

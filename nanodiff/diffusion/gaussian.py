@@ -385,7 +385,7 @@ class GaussianDiffusion:
         """Images (N, C, H, W) from x_T = noise. `denoiser`: see make_denoiser.
 
         `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0). `start_image`
-        (Known in sampling/draw.py): an image to start from at a later step, and the part to restore after each step.
+        (draw.py's StartImages): an image to start from at a later step, and the part to restore after each step.
         """
         process = self.respaced(steps)
         T = process.num_timesteps

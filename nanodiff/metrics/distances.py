@@ -59,9 +59,9 @@ def kernel_distance(x: Tensor, y: Tensor, num_subsets: int = 100, subset_size: i
         both = torch.cat([draw(x), draw(y)])
         kernel = (both @ both.T / both.shape[1] + 1) ** 3  # (2m, 2m)
         kernel.fill_diagonal_(0)  # unbiased: no image with itself
-        within = kernel[:m, :m].sum() + kernel[m:, m:].sum()
+        inside = kernel[:m, :m].sum() + kernel[m:, m:].sum()
         between = kernel[:m, m:].mean()
-        values[i] = within / (m * (m - 1)) - 2 * between
+        values[i] = inside / (m * (m - 1)) - 2 * between
     return float(values.mean()), float(values.std(correction=0))
 
 

@@ -65,8 +65,8 @@ def resize(x: Tensor, size: int) -> Tensor:
     """
 
     def weights(n):  # (size, n): each row has 1 - distance at the two pixels next to its position
-        where = torch.arange(size, device=x.device) * (n / size)
-        distance = where.clamp(max=n - 1)[:, None] - torch.arange(n, device=x.device)
+        positions = torch.arange(size, device=x.device) * (n / size)
+        distance = positions.clamp(max=n - 1)[:, None] - torch.arange(n, device=x.device)
         return (1 - distance.abs()).clamp(min=0)
 
     height, width = x.shape[2:]

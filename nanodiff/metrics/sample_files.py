@@ -25,7 +25,7 @@ class Samples:
         path = at(name)
         self.path = path
         self.protocol = {"samples": str(path)}
-        drawn = {}
+        record = {}
         if path.is_dir():
             source = read_images(path, "folder", Options())
             items = list(source.items)
@@ -41,17 +41,17 @@ class Samples:
                     f"{path} holds {images.dtype} of shape {images.shape}; accepted: uint8 of shape (N, H, W, 1 or 3)"
                 )
             self._payloads = images
-            drawn = json.loads(protocol or "{}")
-            if drawn:
-                self.protocol["samples_protocol"] = drawn
-            self.class_names = drawn.get("class_names")
+            record = json.loads(protocol or "{}")
+            if record:
+                self.protocol["samples_protocol"] = record
+            self.class_names = record.get("class_names")
         else:
             raise UserError(f"samples={name!r}: no such file or folder")
-        self.data = drawn.get("data", "")
+        self.data = record.get("data", "")
         self.num_images = len(self._payloads)
         self._labels = np.array([0] * self.num_images if labels is None else labels)
         self.num_classes = 0  # without labels
-        if self._labels.any() or drawn.get("class_names"):
+        if self._labels.any() or record.get("class_names"):
             self.num_classes = 1 + int(self._labels.max())
         self.shape = self._decode(0).shape
         if self.images(range(min(16, self.num_images))).max() <= 1:

@@ -27,8 +27,8 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
 
     # The unit: the change when the render moves by 1/64, averaged over both axes
     shifts = np.eye(3)[1:] / 64
-    moved = draw(poses[:, None] + shifts)  # (n, 2, P)
-    change = ((moved - draw(poses)[:, None]) ** 2).sum(2)
+    neighbours = draw(poses[:, None] + shifts)  # (n, 2, P)
+    change = ((neighbours - draw(poses)[:, None]) ** 2).sum(2)
     return np.sqrt((error + off_colour) / change.mean(1))
 
 
@@ -60,8 +60,8 @@ def fit_poses(coverage: np.ndarray, draw, rng, radii=RADII) -> tuple[np.ndarray,
     """
     poses = draw_poses(BANK, rng, radii)
     bank = draw(poses)  # (BANK, P)
-    squared = (bank**2).sum(1) - 2 * coverage @ bank.T  # (n, BANK), without |coverage|^2, which is equal in a row
-    poses = poses[squared.argmin(1)]  # (n, 3)
+    errors = (bank**2).sum(1) - 2 * coverage @ bank.T  # (n, BANK), without |coverage|^2, which is equal in a row
+    poses = poses[errors.argmin(1)]  # (n, 3)
     rows = np.arange(len(coverage))
     for step in STEPS:
         offsets = step * rng.normal(size=(TRIES, 3))
@@ -78,7 +78,7 @@ def measure_form(images: np.ndarray, labels: np.ndarray) -> dict:
     `labels` (N,), numbers in CLASS_NAMES."""
     distance = np.full(len(images), np.inf)  # for an unknown class
     for label in np.intersect1d(labels, range(len(CLASS_NAMES))):
-        asked = labels == label
-        distance[asked] = distances(images[asked], label)
+        is_label = labels == label
+        distance[is_label] = distances(images[is_label], label)
     shares = share_by_class(distance <= LIMIT, labels, CLASS_NAMES, "well_formed")
     return shares | {"median_distance": float(np.median(distance))}

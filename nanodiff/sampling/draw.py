@@ -43,7 +43,7 @@ class SampleSettings:
 
 
 @dataclass(frozen=True)
-class Known:
+class StartImages:
     """The images that samples start from, and the part to keep. Sample i starts from image i, modulo their number.
 
     At `strength` s the sampler runs the last fraction s of its steps, from the noised image (SDEdit, Meng et al. 2021,
@@ -56,7 +56,7 @@ class Known:
     x0: Tensor  # (N, C, H, W), one per sample; in ModelSamples all images, as a data set stores them
     strength: float
     mask: Tensor  # (1, 1, H, W) in [0, 1], of x0
-    described: dict = field(default_factory=dict)  # for protocols
+    description: dict = field(default_factory=dict)  # for protocols
 
     def is_kept(self, step: int, steps: int) -> Tensor:
         """Which part to replace after step 1 ... steps: (1, 1, H, W) bool."""
@@ -68,13 +68,13 @@ class Inputs:
     """Rows of one condition: sample i takes row i, modulo their number, and that row's label (int64), if any.
 
     `buckets`: (H, W) -> range of rows; samples take rows of the bucket nearest in shape.
-    `read`: row numbers (n,), the samples' (C, H, W) -> (n, ...) as models take them. `described`: for protocols.
+    `read`: row numbers (n,), the samples' (C, H, W) -> (n, ...) as models take them. `description`: for protocols.
     """
 
     read: Callable
     buckets: dict[tuple[int, int], range]
     labels: np.ndarray | None
-    described: str
+    description: str
     of_set: bool = False  # then rows come in a random order, as a set may be sorted by class
 
     def rows(self, ids, shape) -> np.ndarray:
@@ -96,8 +96,8 @@ def inputs_of(dataset, codec, config) -> dict[str, Inputs]:
     def read(name, rows, shape):
         if name in FILES:
             return from_stored(dataset.cond(rows), codec.description)[name]
-        x0, given = codec.read(dataset, rows)
-        return conditioning(config, given, x0)[name]
+        x0, conditions = codec.read(dataset, rows)
+        return conditioning(config, conditions, x0)[name]
 
     labels = dataset.labels(np.arange(len(dataset)))
     return {
@@ -132,7 +132,7 @@ class ModelSamples:
     classes: list[int] | None = None  # taken in turn; None = the labels of `inputs`, or all classes
     inputs: dict = field(default_factory=dict)  # {name: Inputs} of the conditions besides classes
     size: Shape | None = None  # (C, H, W) of x0; None = the data's
-    given: Known | None = None  # images to start from
+    start_images: StartImages | None = None  # images to start from
     not_finite: int = 0  # images drawn with NaN or infinity
 
     @property
@@ -180,8 +180,8 @@ class ModelSamples:
         config = self.model.config
         stand_in.config = config
         noise = torch.zeros(1, config.in_channels, 1, 1)
-        known = self.given and replace(self.given, x0=noise)
-        replace(self, model=stand_in).sample(noise, some_conditions(config, 1), start_image=known)
+        start = self.start_images and replace(self.start_images, x0=noise)
+        replace(self, model=stand_in).sample(noise, some_conditions(config, 1), start_image=start)
         return sum(num_images)
 
     @property
@@ -193,7 +193,7 @@ class ModelSamples:
             "rounding": self.codec.rounding,
         }
         for name, inputs in self.inputs.items():
-            protocol[name] = inputs.described
+            protocol[name] = inputs.description
             if inputs.labels is not None:
                 protocol["classes"] = f"of the rows of {name}"
         return protocol
@@ -236,9 +236,9 @@ class ModelSamples:
 
     def sample(self, noise, cond: dict, **more) -> Tensor:
         """x0 (N, C, H, W) from noise; `more`: generator, progress and known for process.sample."""
-        how = self.settings
-        denoiser = make_denoiser(self.model, cond, how)
-        return self.process.sample(denoiser, noise, how.steps, how.sampler, eta=how.eta, **more)
+        settings = self.settings
+        denoiser = make_denoiser(self.model, cond, settings)
+        return self.process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta, **more)
 
     def draw(self, ids, on_step=None) -> Tensor:
         """x0 (n, C, H, W) of samples `ids` of one shape, in [-1, 1], or latents.
@@ -252,13 +252,13 @@ class ModelSamples:
             cond["y"] = torch.from_numpy(self.labels(ids)).to(device)
         for name, inputs in self.inputs.items():
             cond[name] = inputs(ids, shape).to(device)
-        known = self.given
-        if known:
-            x0 = self.codec.to_x0(known.x0[np.asarray(ids) % len(known.x0)].to(device))
-            known = replace(known, x0=x0, mask=known.mask.to(device))
+        start = self.start_images
+        if start:
+            x0 = self.codec.to_x0(start.x0[np.asarray(ids) % len(start.x0)].to(device))
+            start = replace(start, x0=x0, mask=start.mask.to(device))
         generator = StackedGenerator(ids, self.seed)
         noise = generator.randn((len(ids), *shape), device)
-        x0 = self.sample(noise, cond, generator=generator, progress=on_step, start_image=known)
+        x0 = self.sample(noise, cond, generator=generator, progress=on_step, start_image=start)
         self.not_finite += int((~x0.isfinite().flatten(1).all(1)).sum())
         return x0
 
@@ -271,7 +271,7 @@ class ModelSamples:
         """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
         return self.codec.to_pixels(self.draw(ids, on_step))
 
-    def shown(self, ids) -> list[Tensor]:
+    def second_images(self, ids) -> list[Tensor]:
         """The second images of samples `ids`, or []: (C, H, W) uint8 on the CPU, enlarged to the samples' size."""
         pictures = []
         for name in self.inputs.keys() & IMAGES:
@@ -311,11 +311,11 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     batches = samples.batches(np.arange(n), min(batch_size, share))
 
     def draw(ids):  # (k,) -> k pictures or, with images, 3 k: (C, H, W) uint8 each
-        drawn = samples.images(ids)
+        images = samples.images(ids)
         if not image:
-            return drawn
+            return images
         truth, _ = codec.read(val_set, image.rows(ids, samples.shape_of(ids[0])))
-        triples = zip(samples.shown(ids), drawn, codec.to_pixels(truth))
+        triples = zip(samples.second_images(ids), images, codec.to_pixels(truth))
         return [picture for triple in triples for picture in triple]
 
     pictures = [picture for part in gather_batches(draw, batches, "grid") for picture in part]

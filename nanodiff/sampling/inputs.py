@@ -17,29 +17,29 @@ from nanodiff.files import reading
 from nanodiff.prepare.containers import is_image
 from nanodiff.prepare.decode import Item, center_crop, decode_items, decode_second, open_image, to_rgb
 from nanodiff.prepare.sources import Options, Source, open_source, read_numbers
-from nanodiff.sampling.draw import Inputs, Known, inputs_of
+from nanodiff.sampling.draw import Inputs, StartImages, inputs_of
 
 
-def open_inputs(samples, where: dict[str, str], source: str) -> None:
+def open_inputs(samples, options: dict[str, str], source: str) -> None:
     """Give ModelSamples the conditions that their model takes besides classes.
 
-    `where`: {name: file, folder or "val"}; "" means the validation split, or the training split if there is none.
+    `options`: {name: file, folder or "val"}; "" means the validation split, or the training split if there is none.
     `source`: the model's name in messages.
     """
     config, codec = samples.model.config, samples.codec
-    like = codec.description
+    data = codec.description
     for setting, read in READERS.items():
-        place = where[setting]
+        place = options[setting]
         name = "given" if setting == "pairs" else setting
         if name not in row_shapes(config):
             if place:
                 raise UserError(f"{setting}={place!r} would do nothing: {source} was trained without {setting}")
         elif place not in ("", "val"):
             samples.inputs[name] = read(place, samples)
-        elif like["name"]:
-            dataset = open_dataset(like["name"], "train", like)
+        elif data["name"]:
+            dataset = open_dataset(data["name"], "train", data)
             if place or "val" in dataset.meta["splits"]:
-                dataset = open_dataset(like["name"], "val", like)
+                dataset = open_dataset(data["name"], "val", data)
             if name not in FILES:
                 codec.accept(dataset)
             samples.inputs[name] = inputs_of(dataset, codec, config)[name]
@@ -47,69 +47,69 @@ def open_inputs(samples, where: dict[str, str], source: str) -> None:
             raise UserError(f"{source} names no data set to take {setting} from; give --{setting}=FILE")
 
 
-def from_file(read: Callable, where: str, array: np.ndarray, labels: np.ndarray | None = None) -> Inputs:
+def from_file(read: Callable, place: str, array: np.ndarray, labels: np.ndarray | None = None) -> Inputs:
     """Inputs from a file with these rows and labels (n,)."""
-    return Inputs(read, {(1, 1): range(len(array))}, labels, with_hash(where, array, labels))
+    return Inputs(read, {(1, 1): range(len(array))}, labels, with_hash(place, array, labels))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From files: (place, samples) -> Inputs, for the model and codec of ModelSamples
 
 
-def read_pairs(where: str, samples) -> Inputs:
+def read_pairs(place: str, samples) -> Inputs:
     """Second images from a folder (sub-folders are classes), an .npy or an .npz (arr_0; classes in labels or arr_1),
     cropped to the samples' size."""
-    items, labels = labelled_items("pairs", where, samples)
+    items, labels = labelled_items("pairs", place, samples)
     codec = samples.codec
-    how = (codec.description["given_scaling"], samples.model.config.given_channels)
+    form = (codec.description["given_scaling"], samples.model.config.given_channels)
 
-    def decoded(rows, shape):
+    def decode_rows(rows, shape):
         sides = [n * codec.downsample for n in shape[1:]]  # in pixels, also for latents
-        return np.stack([decode_second(items[row].payload, *how, *sides) for row in rows])
+        return np.stack([decode_second(items[row].payload, *form, *sides) for row in rows])
 
     def read(rows, shape):
-        return to_model_range(torch.from_numpy(decoded(rows, shape)))
+        return to_model_range(torch.from_numpy(decode_rows(rows, shape)))
 
-    with reading(Path(where)):  # all that samples may see of them, for the protocol's hash
+    with reading(Path(place)):  # all that samples may see of them, for the protocol's hash
         shapes = [samples.size] if samples.size else codec.shapes
-        views = [decoded(range(len(items)), shape).reshape(len(items), -1) for shape in shapes]
-    return from_file(read, where, np.concatenate(views, axis=1), labels)
+        views = [decode_rows(range(len(items)), shape).reshape(len(items), -1) for shape in shapes]
+    return from_file(read, place, np.concatenate(views, axis=1), labels)
 
 
-def read_low_res(where: str, samples) -> Inputs:
+def read_low_res(place: str, samples) -> Inputs:
     """Small images, from any place that read_pairs accepts; images of the model's size are downsampled."""
     config, codec = samples.model.config, samples.codec
     side = codec.image_size
-    items, labels = labelled_items("low_res", where, samples)
-    images = decoded_items("low_res", where, items, [])
+    items, labels = labelled_items("low_res", place, samples)
+    images = decoded_items("low_res", place, items, [])
     shapes = [(config.in_channels, side, side) for side in (config.low_res, config.image_size)]
     if images.shape[1:] not in shapes or codec.description["kind"] != "images":
         raise UserError(
-            f"low_res={where!r} holds images {images.shape[1:]}; "
+            f"low_res={place!r} holds images {images.shape[1:]}; "
             f"accepted: (channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
         )
 
     def read(rows, shape):
         if shape[1] != shape[2]:
-            raise UserError(f"low_res={where!r} holds squares; accepted: --size={side}x{side}")
+            raise UserError(f"low_res={place!r} holds squares; accepted: --size={side}x{side}")
         x = codec.to_x0(torch.from_numpy(images[rows]).to(codec.device))
         if x.shape[-1] == config.low_res:
             return x
         return made_from(x, config)["low_res"]
 
-    return from_file(read, where, images, labels)
+    return from_file(read, place, images, labels)
 
 
-def read_number_file(name: str, where: str, samples) -> Inputs:
+def read_number_file(name: str, place: str, samples) -> Inputs:
     """Rows from an .npy or .npz, as for prepare_data; names in the file are ignored."""
-    _, array = read_numbers(name, at(where))
+    _, array = read_numbers(name, at(place))
     shape = row_shapes(samples.model.config)[name]
     if array.shape[1:] != shape or not len(array):
-        raise UserError(f"{name}={where!r} holds {name} of {array.shape}; accepted: {('n', *shape)}")
+        raise UserError(f"{name}={place!r} holds {name} of {array.shape}; accepted: {('n', *shape)}")
     if not np.isfinite(array).all():
-        raise UserError(f"{name}={where!r} holds NaN or infinity")
+        raise UserError(f"{name}={place!r} holds NaN or infinity")
     rows = from_stored({name: np.array(array)}, samples.codec.description)[name]
-    return from_file(lambda numbers, shape: rows[numbers], where, array)
+    return from_file(lambda numbers, shape: rows[numbers], place, array)
 
 
 # The reader of each condition that can come from a file
@@ -117,98 +117,98 @@ READERS = {"pairs": read_pairs, "low_res": read_low_res}
 READERS |= {name: functools.partial(read_number_file, name) for name in NUMBERS}
 
 
-def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
+def open_images(setting: str, place: str, range: tuple | None = None) -> Source:
     """Images of an .npz, an .npy, a folder or an image file: uint8, or fp16 in [-1, 1] from arrays beyond 8 bits."""
-    path = at(where)
+    path = at(place)
     if is_image(path.name) and path.is_file():
         return Source(1, [], [Item(path.name, str(path), 0, False)])
     kind = "folder" if path.is_dir() else path.suffix[1:]
     if kind not in ("folder", "npz", "npy") or not path.exists():
         raise UserError(
-            f"{setting}={where!r} is not there or is none of these: "
+            f"{setting}={place!r} is not there or is none of these: "
             "an .npz file, a folder of images, an .npy, an image file"
         )
     source = open_source(kind, str(path), Options(range=range))
     if "range" in source.meta and not range:
-        raise UserError(f"{setting}={where!r} holds {source.meta['dtype']}; accepted: uint8")
+        raise UserError(f"{setting}={place!r} holds {source.meta['dtype']}; accepted: uint8")
     return source
 
 
-def labelled_items(setting: str, where: str, samples):
+def labelled_items(setting: str, place: str, samples):
     """Images, and their classes (n,) by the model's numbers, or None."""
-    path = at(where)
-    source = open_images(setting, where)
-    known = samples.codec.description["class_names"][: samples.num_classes]
+    path = at(place)
+    source = open_images(setting, place)
+    classes = samples.codec.description["class_names"][: samples.num_classes]
     items = list(source.items)
     names = source.class_names
-    if not (known and names):
-        if known:
-            print0(f"note: {setting}={where!r} has no classes: unless some are given, samples take all classes in turn")
+    if not (classes and names):
+        if classes:
+            print0(f"note: {setting}={place!r} has no classes: unless some are given, samples take all classes in turn")
         return items, None
     labels = np.array([item.label for item in items])
     is_drawn = path.suffix == ".npz" and "protocol" in np.load(path)  # by a model, whose numbers it has
-    if path.is_dir() or ({*names} <= {*known} and not is_drawn):  # by name, as prepare_data calls a file's classes
-        numbers = match_labels(names, known, f"{setting}={where!r}")
+    if path.is_dir() or ({*names} <= {*classes} and not is_drawn):  # by name, as prepare_data calls a file's classes
+        numbers = match_labels(names, classes, f"{setting}={place!r}")
     else:
         numbers = [*map(int, names)]
-        if numbers[-1] >= len(known):
-            raise UserError(f"{setting}={where!r} has class {numbers[-1]}, the model {len(known)} classes; see arr_1")
+        if numbers[-1] >= len(classes):
+            raise UserError(f"{setting}={place!r} has class {numbers[-1]}, the model {len(classes)} classes; see arr_1")
     return items, np.array(numbers)[labels]
 
 
-def decoded_items(setting: str, where: str, items: list[Item], sizes: list) -> np.ndarray:
+def decoded_items(setting: str, place: str, items: list[Item], sizes: list) -> np.ndarray:
     """Decode items -> (n, C, H, W), at the one size in `sizes`; at their own size if `sizes` is empty."""
-    done, skipped, losses = decode_items(items, sizes)
-    if skipped:
-        raise UserError(f"{setting}={where!r}: {skipped[0]}")
+    images, faults, losses = decode_items(items, sizes)
+    if faults:
+        raise UserError(f"{setting}={place!r}: {faults[0]}")
     for loss, number in losses.items():
-        print0(f"{where}: {loss}: {count(number, 'image', 'images')}")
-    return np.stack([item.payload for item in done])
+        print0(f"{place}: {loss}: {count(number, 'image', 'images')}")
+    return np.stack([item.payload for item in images])
 
 
-def with_hash(where: str, *arrays: np.ndarray | None) -> str:
+def with_hash(place: str, *arrays: np.ndarray | None) -> str:
     """Describe a file in a protocol by its path and its content, which may change."""
     digest = hashlib.sha256()
     for array in arrays:
         if array is not None:
             digest.update(array.tobytes())
-    return f"{where}, SHA-256 {digest.hexdigest()}"
+    return f"{place}, SHA-256 {digest.hexdigest()}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Images to start from (SDEdit), of which a part may be kept (inpainting)
 
 
-def read_from_images(where: str, samples) -> np.ndarray:
+def read_from_images(place: str, samples) -> np.ndarray:
     """The images of an .npz (arr_0), .npy, folder or file; 8-bit images are scaled and cropped."""
     side = samples.codec.image_size
-    source = open_images("from_images", where, samples.codec.description.get("range"))
+    source = open_images("from_images", place, samples.codec.description.get("range"))
     sizes = [] if "range" in source.meta else [(side, side)]
     if source.class_names and samples.num_classes and not samples.classes:
-        print0(f"note: from_images={where!r} has classes, but samples take all in turn unless some are given")
-    images = decoded_items("from_images", where, source.items, sizes)
+        print0(f"note: from_images={place!r} has classes, but samples take all in turn unless some are given")
+    images = decoded_items("from_images", place, source.items, sizes)
     if source.num_clipped:
-        print0(f"note: from_images={where!r}: {source.num_clipped:,} values beyond the model's range were clipped")
+        print0(f"note: from_images={place!r}: {source.num_clipped:,} values beyond the model's range were clipped")
     return images
 
 
-def start_from(samples, images: np.ndarray, where: str, strength: float, mask: str = "") -> None:
-    """Let ModelSamples start from images, read from `where`, and keep the white parts of the file `mask`; see Known."""
+def start_from(samples, images: np.ndarray, place: str, strength: float, mask: str = "") -> None:
+    """Let ModelSamples start from images, read from `place`, keeping white parts of the file `mask`: StartImages."""
     codec = samples.codec
     if images.shape[1:] != samples.shape:
         raise UserError(
-            f"from_images={where!r}: (channels, height, width) {images.shape[1:]}; accepted: {samples.shape}"
+            f"from_images={place!r}: (channels, height, width) {images.shape[1:]}; accepted: {samples.shape}"
         )
-    described = {"from_images": with_hash(where, images), "strength": strength}
+    description = {"from_images": with_hash(place, images), "strength": strength}
     x0_levels = torch.zeros(1, 1, *codec.shape[1:])
     if mask:
         levels = read_mask(mask, codec.image_size)
-        described["mask"] = with_hash(mask, levels)
+        description["mask"] = with_hash(mask, levels)
         # A latent is kept as its darkest pixel is
         x0_levels = -F.adaptive_max_pool2d(-torch.from_numpy(levels)[None, None], codec.shape[1:])
         if not x0_levels.any():
             raise UserError(f"mask={mask!r} keeps nothing: all of the {codec.image_size} pixels used are black")
-    samples.given = Known(torch.tensor(images), strength, x0_levels, described)
+    samples.start_images = StartImages(torch.tensor(images), strength, x0_levels, description)
     samples.size = codec.shape
 
 

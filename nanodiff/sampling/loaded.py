@@ -23,20 +23,20 @@ from nanodiff.sampling.inputs import READERS, open_inputs, read_from_images, sta
 def parse_classes(classes, class_names: list[str]) -> list[int] | None:
     """Class numbers; None if no class is given. In a text such as "ring,3", digits that name no class are a number. A
     string in a list is always a name."""
-    known = {key: number for number, name in enumerate(class_names) for key in (number, name)}
+    numbers = {key: number for number, name in enumerate(class_names) for key in (number, name)}
     if classes is None:
         classes = ()
     if isinstance(classes, str):
         texts = next(csv.reader([classes], skipinitialspace=True), ())
-        classes = [int(text[:4000]) if text.isdecimal() and text not in known else text for text in texts]
-    chosen = []
-    for given in np.array(classes, object).ravel():
-        if isinstance(given, bool) or not isinstance(given, str | Real) or given not in known:
+        classes = [int(text[:4000]) if text.isdecimal() and text not in numbers else text for text in texts]
+    result = []
+    for value in np.array(classes, object).ravel():
+        if isinstance(value, bool) or not isinstance(value, str | Real) or value not in numbers:
             names = ", ".join(class_names)[:200]
             has = f"{len(class_names)} classes; accepted: {names}, or numbers from 0" if names else "no classes"
-            raise UserError(f"classes: {str(given)!r} is unknown; there are {has}")
-        chosen.append(known[given])
-    return chosen or None
+            raise UserError(f"classes: {str(value)!r} is unknown; there are {has}")
+        result.append(numbers[value])
+    return result or None
 
 
 def parse_size(size: str, config, codec) -> Shape | None:
@@ -47,17 +47,17 @@ def parse_size(size: str, config, codec) -> Shape | None:
     pixels = codec.downsample
     unit = config.side_unit * pixels
     largest = 4 * codec.image_size
-    allowed = range(unit, largest + 1, unit)
+    choices = range(unit, largest + 1, unit)
     texts = size.replace(",", "x").split("x")
     sides = [int(text) if text.isdecimal() else 0 for text in texts]
-    if len(sides) > 2 or any(side not in allowed for side in sides):
+    if len(sides) > 2 or any(side not in choices for side in sides):
         raise UserError(
             f"size={size!r}; accepted: HEIGHTxWIDTH or SIDE in pixels, multiples of {unit} up to {largest:,}"
         )
     shape = (codec.shape[0], sides[0] // pixels, sides[-1] // pixels)
     if shape not in codec.shapes and config.second_channels:
-        accepted = ", ".join(f"{height * pixels}x{width * pixels}" for _, height, width in codec.shapes)
-        raise UserError(f"size={size!r}; accepted with a second image: {accepted}, as the data's")
+        sizes = ", ".join(f"{height * pixels}x{width * pixels}" for _, height, width in codec.shapes)
+        raise UserError(f"size={size!r}; accepted with a second image: {sizes}, as the data's")
     return shape
 
 

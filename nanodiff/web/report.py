@@ -39,17 +39,17 @@ class Run:
     folder: Path
     name: str
     facts: dict  # config.json
-    logged: dict[str, dict[int, float]]  # key of metrics.jsonl -> {step: finite value}
+    history: dict[str, dict[int, float]]  # key of metrics.jsonl -> {step: finite value}
     per_step: int  # what the x axis counts: 1 for steps, the batch size for images
     results: list[dict]  # of base_eval
 
 
 def read_run(folder: Path, over_images: bool) -> Run:
     facts = {"changes": [], "changed_from": {}} | read_json(folder / "config.json")
-    logged = {}
-    metrics = folder / "metrics.jsonl"
-    with suppress(FileNotFoundError), open(metrics, "rb") as lines:
-        every = 1 + metrics.stat().st_size // MOST_BYTES
+    history = {}
+    path = folder / "metrics.jsonl"
+    with suppress(FileNotFoundError), open(path, "rb") as lines:
+        every = 1 + path.stat().st_size // MOST_BYTES
         for i, text in enumerate(lines):
             if i % every and b'"val/' not in text:
                 continue
@@ -58,16 +58,16 @@ def read_run(folder: Path, over_images: bool) -> Run:
                 step = int(line["step"])
                 for key, value in line.items():
                     if isinstance(value, int | float) and math.isfinite(value):
-                        logged.setdefault(key, {})[step] = value
+                        history.setdefault(key, {})[step] = value
     per_step = facts["config"]["total_batch_size"] if over_images else 1
     results = []
     for path in sorted(folder.glob("eval_*.json")):
-        changed = re.sub(r"^eval_\D+\d+", "", path.stem)  # "_steps=5"
+        suffix = re.sub(r"^eval_\D+\d+", "", path.stem)  # "_steps=5"
         try:
-            results.append(read_json(path) | {"changed": changed})
+            results.append(read_json(path) | {"changed": suffix})
         except UserError as error:
             print0(f"left out: {error}")
-    return Run(folder, folder.resolve().name, facts, logged, per_step, results)
+    return Run(folder, folder.resolve().name, facts, history, per_step, results)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,13 +82,13 @@ def chart_of(key: str) -> str:
 def smooth(y: np.ndarray) -> np.ndarray:
     """Bias-corrected running average with a time constant of 2% of the values, at least 3."""
     decay = 1 - 1 / max(3, len(y) / 50)
-    smoothed = np.empty(len(y))
+    averages = np.empty(len(y))
     total = weight = 0.0
     for i, value in enumerate(y):
         total = decay * total + value
         weight = decay * weight + 1
-        smoothed[i] = total / weight
-    return smoothed
+        averages[i] = total / weight
+    return averages
 
 
 def thin(y: np.ndarray) -> np.ndarray:
@@ -109,14 +109,14 @@ def in_words(key: str) -> str:
 
 def charts(runs: list[Run]) -> str:
     """One chart per metric; with several runs, one chart per key and in it one curve per run."""
-    keys = sorted({key for run in runs for key in run.logged if key not in NOT_DRAWN})
+    keys = sorted({key for run in runs for key in run.history if key not in NOT_DRAWN})
     page = ""
     for name in dict.fromkeys([*TITLES, *map(chart_of, keys)]):
-        shown = [key for key in keys if chart_of(key) == name]
+        group = [key for key in keys if chart_of(key) == name]
         if len(runs) == 1:
-            page += chart(TITLES.get(name, name), name, [(runs[0], key, in_words(key)) for key in shown])
+            page += chart(TITLES.get(name, name), name, [(runs[0], key, in_words(key)) for key in group])
             continue
-        for key in shown:
+        for key in group:
             page += chart(in_words(key), name, [(run, key, run.name) for run in runs])
     return page or "<p>Nothing has been logged so far.</p>"
 
@@ -130,19 +130,19 @@ def chart(title: str, name: str, metrics: list[tuple[Run, str, str]]) -> str:
     is_single = sum(key.startswith("train/") for _, key, _ in metrics) == 1
     curves = []
     for i, (run, key, label) in enumerate(metrics):
-        points = sorted(run.logged.get(key, {}).items())
+        points = sorted(run.history.get(key, {}).items())
         if not any(value for _, value in points):  # MFU is 0 where the device's peak is unknown
             continue
         x, y = map(np.array, zip(*points))
         if not key.startswith("train/"):
-            drawn = [(label, "dots", y)]
+            styles = [(label, "dots", y)]
         elif key == "train/lrm" or len(y) < 10:
-            drawn = [(label, "line", y)]
+            styles = [(label, "line", y)]
         else:
-            drawn = [(label, "line", smooth(y))]
+            styles = [(label, "line", smooth(y))]
             if is_single:
-                drawn.insert(0, ("not smoothed", "raw", y))
-        for words, style, values in drawn:
+                styles.insert(0, ("not smoothed", "raw", y))
+        for words, style, values in styles:
             rows = thin(values)
             curve = {"label": words, "style": style, "colour": i, "x": (x[rows] * run.per_step).tolist()}
             curves.append(curve | {"y": [float(f"{value:.6g}") for value in values[rows]]})
@@ -159,22 +159,22 @@ def strip(run: Run) -> str:
     grids = list_checkpoints(run.folder, "samples/step_*.png")
     if not grids:
         return ""
-    shown = [grids[round(i)] for i in np.linspace(0, len(grids) - 1, min(len(grids), MOST_GRIDS))]
+    selection = [grids[round(i)] for i in np.linspace(0, len(grids) - 1, min(len(grids), MOST_GRIDS))]
     images = ""
-    for step, path in shown:
+    for step, path in selection:
         png = base64.b64encode(path.read_bytes()).decode()
         images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * run.per_step}" '
         images += f'src="data:image/png;base64,{png}" hidden>'
-    last = len(shown) - 1
+    last = len(selection) - 1
     names = ""
     model = run.facts["model"]
-    taken = [name for name in FIELDS if model.get(name)]
-    if taken == ["num_classes"] and model["num_classes"] <= 10:  # the grid has one row per class
+    fields = [name for name in FIELDS if model.get(name)]
+    if fields == ["num_classes"] and model["num_classes"] <= 10:  # the grid has one row per class
         names = "".join(f"<li>{escape(name)}</li>" for name in run.facts["data"]["class_names"])
     return f"""<figure class="strip"><figcaption>Samples of {escape(run.name)}<output></output></figcaption>
 <div class="rows"><ol>{names}</ol>{images}</div>
 <input type="range" max="{last}" value="{last}" aria-label="step of the samples">
-<small>{len(shown)} of {len(grids)} grids, all with the same noise and classes</small></figure>"""
+<small>{len(selection)} of {len(grids)} grids, all with the same noise and classes</small></figure>"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def evaluation(result: dict, run: Run) -> str:
     real = flat(result.pop("real_images", {}))
     facts = flat(result)
     step = (result.get("samples_protocol", {}) | result).get("step")  # None for files from elsewhere
-    of = run.name if step is None else f"{run.name}, step {step:,}"
+    source = run.name if step is None else f"{run.name}, step {step:,}"
     figures = ""
     for key, value in result.items():
         if type(value) is float and not key.endswith(("_std", "cfg_scale", "eta")):
@@ -238,20 +238,20 @@ def evaluation(result: dict, run: Run) -> str:
     columns = {f"{row['sampler']}, {row['steps']}": flat(row) for row in rows}
     if real:
         columns["real images"] = real
-    shown = table(columns) if rows else f'<ul class="figures">{figures}</ul>'
-    return f"""<h2>{escape(metric)} of {escape(of)}</h2>{shown}
+    content = table(columns) if rows else f'<ul class="figures">{figures}</ul>'
+    return f"""<h2>{escape(metric)} of {escape(source)}</h2>{content}
 <details><summary>All figures, protocol</summary>{table({"samples": facts} | columns)}</details>"""
 
 
 def summary(run: Run) -> dict:
     """What was trained, how far, and where."""
     last = [run.facts, *run.facts["changes"]][-1]
-    reached = {key: max(values.values()) for key, values in run.logged.items()}
+    last_values = {key: max(values.values()) for key, values in run.history.items()}
     return {
-        "step": f"{reached.get('step', 0):,} of {last['num_iterations']:,}",
-        "images": reached.get("images_seen"),
+        "step": f"{last_values.get('step', 0):,} of {last['num_iterations']:,}",
+        "images": last_values.get("images_seen"),
         "parameters": run.facts.get("num_params"),
-        "minutes": reached.get("total_training_time_s", 0.0) / 60,
+        "minutes": last_values.get("total_training_time_s", 0.0) / 60,
         "machine": run.facts["environment"].get("device"),
     }
 
@@ -259,15 +259,15 @@ def summary(run: Run) -> dict:
 def compare_loss(run: Run) -> str:
     """The training loss beside the one expected at the last step for which a published recipe has it; "" for others."""
     facts = run.facts["config"] | run.facts["model"] | {"num_iterations": run.facts["num_iterations"]}
-    losses = run.logged.get("train/loss", {})
+    losses = run.history.get("train/loss", {})
     line = ""
     for record in read_json(LOSSES).get(run.facts["data"]["name"], []):
         if record["recipe"].items() <= facts.items():
-            for step, expected in record["losses"].items():
+            for step, target in record["losses"].items():
                 step = int(step)
                 near = [loss for i, loss in losses.items() if 0.95 * step <= i <= 1.05 * step]
                 if near and step <= max(losses):
-                    low, high = expected - LOSS_SPREAD, expected + LOSS_SPREAD
+                    low, high = target - LOSS_SPREAD, target + LOSS_SPREAD
                     line = f"loss {np.mean(near):.3f} at step {step:,}; expected {low:.3f} to {high:.3f} by this recipe"
     return line
 
@@ -276,8 +276,8 @@ def best(run: Run) -> dict:
     """The figures by which runs are compared: the lowest logged, each metric's last result by file name."""
     figures = summary(run)
     for key in ("val/loss", "val/loss_ema", "val/fid", "val/fd_classifier", "val/fd_simclr"):
-        if key in run.logged:
-            figures[f"lowest {in_words(key)}"] = min(run.logged[key].values())
+        if key in run.history:
+            figures[f"lowest {in_words(key)}"] = min(run.history[key].values())
     for result in run.results:
         metric = result["metric"]
         for key in (metric, "total_bpd", "precision", "recall"):
