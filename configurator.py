@@ -90,9 +90,8 @@ def satisfies_part(value, part: str) -> bool:
         return value in (plain, literal(plain))
     if isinstance(value, str) and not value.isdecimal():  # a word; a setting of words may also have a number
         return False
-    number = float(value)
-    bounds = [float(text) for text in re.findall(NUMBER, part)]
-    return all(COMPARE[sign](number, bound) for sign, bound in zip(signs, bounds))
+    bounds = map(float, re.findall(NUMBER, part))
+    return all(COMPARE[sign](float(value), bound) for sign, bound in zip(signs, bounds))
 
 
 def literal(text: str):

@@ -76,6 +76,10 @@ def make_row(turns: list[dict]) -> dict[str, float]:
     }
 
 
+def table_head(row: dict) -> str:
+    return "  ".join(f"{name:>9}" for name in row)
+
+
 def table_line(row: dict) -> str:
     cells = []
     for name, value in row.items():
@@ -94,7 +98,7 @@ def main():
     rows = [make_row(of_arm) for of_arm in zip(*turns)]
     for row in rows:
         row["ratio"] = row["images_per_sec"] / rows[0]["images_per_sec"]
-    print0("  ".join(f"{name:>9}" for name in rows[0]) + "  what")
+    print0(f"{table_head(rows[0])}  what")
     for name, row in zip(names, rows):
         print0(f"{table_line(row)}  {shared} {name}")
     return rows

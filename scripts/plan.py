@@ -18,7 +18,7 @@ from configurator import configure
 from nanodiff.common import UserError, get_dist, print0
 from nanodiff.data.dataset import open_dataset
 from nanodiff.device import device_name, init_device
-from scripts.bench import WARM_UP, table_line, take_turn
+from scripts.bench import WARM_UP, table_head, table_line, take_turn
 
 data = "shapes"  # the set, as in base_train
 minutes = 60.0  # > 0: of the whole run, from its start to its last grid
@@ -37,10 +37,9 @@ def make_row(turn: dict, num_images: int) -> dict:
     run = turn["run"]
     model = run["model"]
     tokens = (model["image_size"] // model["patch_size"]) ** 2
-    steady = turn["lines"][WARM_UP:]
-    seconds = sum(line["train/dt_ms"] for line in steady) / 1000
-    speed = len(steady) * run["config"]["total_batch_size"] / seconds
-    images = speed * (60 * minutes - turn["seconds"] + seconds) - NUM_CHECKS * IMAGES_PER_CHECK
+    steady = [line["train/dt_ms"] / 1000 for line in turn["lines"][WARM_UP:]]
+    speed = len(steady) * run["config"]["total_batch_size"] / sum(steady)
+    images = speed * (60 * minutes - turn["seconds"] + sum(steady)) - NUM_CHECKS * IMAGES_PER_CHECK
     images = min(max(images, 0), MOST_EPOCHS * num_images)
     batch = ranks * 2 ** round(math.log2(max(64 * math.sqrt(images * tokens / 20e6), 16) / ranks))  # base_train's law
     steps = int(images / batch)
@@ -62,13 +61,14 @@ def time_depths(num_images: int, patch_size: int = 0) -> list[dict]:
     """Print and return a row for each depth that is not far too small or large for the time."""
     batch = ranks * (256 if torch.cuda.is_available() else 32)
     rows = []
+    estimate = 1.0  # of the depth's tokens per parameter
     for depth in DEPTHS:
         if rows:  # parameters and the time of an image each grow with about the cube of the depth
             estimate = rows[-1]["tokens/parameter"] * (rows[-1]["depth"] / depth) ** 6
-            if estimate > 100:
-                continue
-            if estimate < 1:
-                break
+        if estimate < 1:
+            break
+        if estimate > 100:
+            continue
         arguments = f"--data={data} --depth={depth} --patch_size={patch_size} --total_batch_size={batch}"
         try:
             row = make_row(take_turn(arguments, 5, ranks), num_images)
@@ -78,7 +78,7 @@ def time_depths(num_images: int, patch_size: int = 0) -> list[dict]:
             print0(f"depth {depth} does not run here: {str(error)[-200:]}")
             break
         if not rows:
-            print0("  ".join(f"{name:>9}" for name in row))
+            print0(table_head(row))
         rows.append(row)
         print0(table_line(row))
     return rows
@@ -87,7 +87,7 @@ def time_depths(num_images: int, patch_size: int = 0) -> list[dict]:
 def choose_row(rows: list[dict]) -> dict:
     """The deepest whole model; if none is whole, the shallowest."""
     whole = [row for row in rows if row["tokens/parameter"] >= WHOLE]
-    return max(whole, key=lambda row: row["depth"]) if whole else rows[0]
+    return max(whole, key=lambda row: row["depth"], default=rows[0])
 
 
 def main():

@@ -167,7 +167,10 @@ def draw(request: dict, runs: dict[str, Path], send, device, compute_dtype) -> N
 class Handler(LocalHandler):
     def do_GET(self):
         if self.path == "/":
-            self.reply(Path(form.__file__).with_name("ui.html").read_bytes(), "text/html; charset=utf-8")
+            page = Path(form.__file__).with_name("ui.html").read_text(encoding="utf-8")
+            fields = {name: setting[:2] for name, setting in read_settings(vars(form)).items()}  # default, rule
+            page = page.replace("$fields", json.dumps(fields))
+            self.reply(page.encode(), "text/html; charset=utf-8")
         elif self.path == "/runs":
             choices = {}
             for tag, path in list_runs(self.server.first_run).items():

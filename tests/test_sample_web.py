@@ -210,6 +210,9 @@ def test_the_page_in_a_browser(run_dir, server, tmp_path):
         browser.wait("document.querySelectorAll('.chip').length == 8")
         assert browser.run("return document.documentElement.scrollWidth") == 360  # nothing sticks out of a phone
         assert browser.run("return field.cfg_scale.value + field.sampler.value") == "2heun"
+        bounds = {name: browser.run(f"return [field.{name}.min, field.{name}.max]") for name in ("seed", "strength")}
+        assert bounds == {"seed": ["0", "9007199254740991"], "strength": ["0", "1"]}  # form.py's
+        assert browser.run("return field.num_images.value + ' ' + field.strength.value") == "16 0.6"
         browser.wait("frames.at(-1)?.place == 'at the end'")  # it opens with sixteen images
         # by keyboard: circle and triangle, six images in five steps
         for number in (0, 3):
