@@ -74,7 +74,7 @@ Settings = dict[str, Setting]  # by name
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The names most like `name`, at most three, for messages; "none" if nothing is known."""
+    """The names most like `name`, at most three, for messages; "none" if there are none."""
     return ", ".join(difflib.get_close_matches(name, names, cutoff=0)) or "none"
 
 
@@ -227,7 +227,7 @@ def read_argument(settings: Settings, arg: str, next_arg: str) -> dict:
 
 
 def check_used(settings: Settings, config: Config) -> None:
-    """Raise ValueError for a given setting that does nothing with the others; an inherited one is reset."""
+    """Raise ValueError for a setting that the others leave unused; reset an inherited one."""
     for name, setting in settings.items():
         for key, rule in setting.only:
             if config[name] == setting.default or satisfies(config[key], rule.lstrip("= ")):

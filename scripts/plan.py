@@ -27,7 +27,7 @@ ranks = 1  # >= 1: GPUs or, on a CPU, processes
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32)
 WHOLE = 8  # tokens per parameter; sizes that got as many reached the lowest loss in their time (runs/LOG.md, 7)
 SHALLOW = 4  # a shallower model gets larger patches, as in runs/cifar10_cpu.py: fewer tokens, so more blocks
-MOST_EPOCHS = 100  # after more a small set is learned by heart
+MOST_EPOCHS = 100  # with more, a small set is memorised
 NUM_CHECKS = 4  # validations and grids of a run
 IMAGES_PER_CHECK = 4000  # that are trained on in the time of one
 

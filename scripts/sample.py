@@ -12,7 +12,6 @@ Image i depends only on (seed, i) and its conditions. After a stop or a kill the
 ranks, and writes the same bytes.
 """
 
-import itertools
 import sys
 import time
 from pathlib import Path
@@ -117,7 +116,7 @@ protocol |= {
 }
 print0(f"{loaded.title}: {in_words(protocol)}")
 if from_images and strength and not protocol["network_evaluations"]:
-    print0(f"strength={strength} of {settings.steps} steps rounds to none: the samples are the given images")
+    print0(f"strength={strength} of {settings.steps} steps rounds to none: the samples are the images themselves")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Each rank draws its batches, except those already drawn. A signal ends it at once: the same command resumes
@@ -158,10 +157,10 @@ if rank == 0:
     second_images = samples.second_images(ids[:num_shown])
     order = ""
     if second_images:
-        images = list(itertools.chain(*zip(second_images, images)))
+        images = [image for pair in zip(second_images, images) for image in pair]
         columns = 8
         order = " (second image, sample, second image, ...)"
-    elif num_shown > 8 * columns:  # as wide as a screen: what would be a column becomes a row, such as a class
+    elif num_shown > 8 * columns:  # as wide as a screen: each column, such as a class, becomes a row
         images += [np.zeros_like(images[0])] * (-num_shown % columns)
         images = [image for row in range(columns) for image in images[row::columns]]
         columns = len(images) // columns

@@ -94,7 +94,7 @@ def describe_run(path: Path) -> dict:
 
 @functools.lru_cache(1)
 def load(run_dir: Path, step: int, ema: str, time_ns: int, device) -> tuple[Loaded, ModelSamples]:
-    """The model and its samples. `time_ns`: of what is read, so that new weights of the same name are loaded anew."""
+    """The model and its samples. `time_ns`: the weights' mtime, so that new ones of the same name are reloaded."""
     choice = () if run_dir.is_file() else (step, ema)
     loaded = load_run(str(run_dir), device, *choice)
     small_images = low_res if loaded.model.config.low_res else ""
@@ -114,7 +114,7 @@ def draw(request: dict, runs: dict[str, Path], send, device, compute_dtype) -> N
     start = time.perf_counter()
     path = runs.get(request["run"])
     if not path:
-        raise UserError(f"run={request['run']!r} is not there any more: load the page anew")
+        raise UserError(f"run={request['run']!r} is gone: reload the page")
     send(note=f"Loading {request['run']}")
     step = request["checkpoint_step"]
     weights = dict(list_checkpoints(path)).get(step, path)
@@ -197,7 +197,7 @@ class Handler(LocalHandler):
         except UserError as e:
             send(error=str(e))
         except (ConnectionError, TimeoutError):
-            print0("a client left: its images are not drawn")
+            print0("a client left; its images were not drawn")
         except Exception as e:
             traceback.print_exc()
             send(error=f"{type(e).__name__}: {e}; the terminal that runs the server says more")

@@ -152,7 +152,7 @@ def test_mistakes_get_one_line(run_dir):
         ("cfg_scale", math.nan, "cfg_scale=nan"),
         ("classes", "9" * 5000, "is unknown"),
         ("classes", ["hexagon"], "'hexagon' is unknown"),
-        ("run", "gone", "'gone' is not there"),
+        ("run", "gone", "'gone' is gone"),
         ("from_image", "no base64!", "base64"),
         ("sampler", "ddim", "euler"),
         ("checkpoint_step", 7, "step 7"),

@@ -172,8 +172,8 @@ class FlowMatching:
         """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps, uniform before the shift.
         `denoiser`: see make_denoiser.
 
-        Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is ignored: it is DDIM's. `start_image` (draw.py's
-        StartImages): an image to start from at a later step, and the part to restore after each step.
+        Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is ignored: it is DDIM's. `start_image`
+        (draw.py's StartImages): an image to start from at a later step, and the part to restore after each step.
         """
 
         def velocity(x, *times):

@@ -125,7 +125,7 @@ def open_images(setting: str, place: str, range: tuple | None = None) -> Source:
     kind = "folder" if path.is_dir() else path.suffix[1:]
     if kind not in ("folder", "npz", "npy") or not path.exists():
         raise UserError(
-            f"{setting}={place!r} is not there or is none of these: "
+            f"{setting}={place!r} is missing, or none of these: "
             "an .npz file, a folder of images, an .npy, an image file"
         )
     source = open_source(kind, str(path), Options(range=range))
@@ -176,7 +176,7 @@ def with_hash(place: str, *arrays: np.ndarray | None) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Images to start from (SDEdit), of which a part may be kept (inpainting)
+# Images to start from (SDEdit), perhaps kept in part (inpainting)
 
 
 def read_from_images(place: str, samples) -> np.ndarray:

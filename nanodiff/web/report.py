@@ -28,7 +28,7 @@ MOST_GRIDS = 24  # per run; report.html embeds them
 BY_QUARTER = " by quarter of t, from image to noise"
 WORDS = read_json(Path(__file__).with_name("words.json"))
 TITLES = WORDS["charts"]  # of metrics, in the order of their charts; other metrics come last
-LOSSES = Path(__file__).parents[2] / "runs" / "records" / "losses.json"  # of data sets, recipes and steps
+LOSSES = Path(__file__).parents[2] / "runs" / "records" / "losses.json"  # training losses by set, recipe, step
 LOSS_SPREAD = 0.004  # means over a tenth of the steps around one differ by less between seeds
 # Smoothed by the report itself; straight lines
 NOT_DRAWN = ("train/loss_smooth", "step", "images_seen", "total_training_flops", "total_training_time_s")
@@ -246,12 +246,12 @@ def evaluation(result: dict, run: Run) -> str:
 def summary(run: Run) -> dict:
     """What was trained, how far, and where."""
     last = [run.facts, *run.facts["changes"]][-1]
-    last_values = {key: max(values.values()) for key, values in run.history.items()}
+    largest = {key: max(values.values()) for key, values in run.history.items()}
     return {
-        "step": f"{last_values.get('step', 0):,} of {last['num_iterations']:,}",
-        "images": last_values.get("images_seen"),
+        "step": f"{largest.get('step', 0):,} of {last['num_iterations']:,}",
+        "images": largest.get("images_seen"),
         "parameters": run.facts.get("num_params"),
-        "minutes": last_values.get("total_training_time_s", 0.0) / 60,
+        "minutes": largest.get("total_training_time_s", 0.0) / 60,
         "machine": run.facts["environment"].get("device"),
     }
 

@@ -31,7 +31,7 @@ class LocalServer(ThreadingHTTPServer):
 class LocalHandler(BaseHTTPRequestHandler):
     """One request; subclasses add do_GET and do_POST."""
 
-    timeout = 10  # seconds for which a client that stops reading can keep others waiting
+    timeout = 10  # seconds before a client that stops reading is cut off
     log_message = lambda *args: None
 
     def parse_request(self) -> bool:
