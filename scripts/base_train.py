@@ -152,7 +152,6 @@ def inherited(config):
 
 
 config = configure(globals(), inherited=inherited, modules=MODULES)
-del inherited
 if init_from or trainable or objective.startswith("flow_map"):
     from nanodiff.formats import start  # a lazy import
 

@@ -134,13 +134,14 @@ def list_checkpoints(run_dir: Path, pattern: str = "checkpoints/step_*"):
 
 def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
     """The newest intact checkpoint, or that of a step; None if the run has none. Reports and skips corrupt ones."""
-    checkpoints = list_checkpoints(run_dir)
+    checkpoints = dict(list_checkpoints(run_dir))
     if step != "newest":
-        steps = ", ".join(str(s) for s, _ in checkpoints) or "none"
-        checkpoints = [(s, path) for s, path in checkpoints if s == int(step)]
-        if not checkpoints:
+        path = checkpoints.get(int(step))
+        if path is None:
+            steps = ", ".join(map(str, checkpoints)) or "none"
             raise UserError(f"{run_dir} has no checkpoint of step {step}; it has: {steps}")
-    for _, path in reversed(checkpoints):
+        checkpoints = {step: path}
+    for path in reversed(checkpoints.values()):
         fault = why_corrupt(path)
         if not fault:
             return path
