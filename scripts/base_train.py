@@ -139,8 +139,7 @@ dropout = 0.0  # [0, 1): dropout rate
 # Settings of one backbone or process alone are in these modules; --help=all shows all
 MODULES = ["models/dit", "models/unet", "models/lora", "diffusion/flow", "diffusion/gaussian"]
 
-# Presets, then the command line override the globals, which this page reads. `config` holds the same settings as a
-# dict, refreshed below; config.given those that were given
+# Presets, then the command line override these globals. `config`: the same settings as a dict, refreshed below
 
 
 def inherited(config):
@@ -152,6 +151,7 @@ def inherited(config):
 
 
 config = configure(globals(), inherited=inherited, modules=MODULES)
+del inherited
 if init_from or trainable or objective.startswith("flow_map"):
     from nanodiff.formats import start  # a lazy import
 

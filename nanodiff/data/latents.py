@@ -15,6 +15,8 @@ class Latents(Pixels):
     mirrored image if `copies` is 2. `path` overrides the autoencoder's path in the description.
     """
 
+    autoencoder = None  # while it is loaded
+
     def __init__(self, description: dict, device, path: str = ""):
         super().__init__(description, device)
         self.info = description["latents"]
@@ -22,7 +24,6 @@ class Latents(Pixels):
         self.image_size *= self.downsample
         offset_and_scale = torch.tensor([self.info["offset"], self.info["scale"]], device=device)
         self.offset, self.scale = offset_and_scale.view(2, 1, -1, 1, 1)
-        self.autoencoder = None
         self.path = path or self.info["path"]
 
     def accept(self, dataset):

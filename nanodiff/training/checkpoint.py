@@ -99,10 +99,11 @@ def intact_steps(run_dir: Path) -> list[int]:
 class Saver:
     """Runs save_checkpoint in a thread, one at a time, while training continues. `step`: of the newest checkpoint."""
 
+    running = None  # the save in progress
+
     def __init__(self, step: int = -1):
         self.step = step
         self.thread = ThreadPoolExecutor(1)  # the process waits for it before it exits
-        self.running = None  # the save in progress
 
     def start(self, *args) -> None:
         """save_checkpoint(*args), after wait(). Its tensors must be copies: training changes the weights meanwhile."""

@@ -40,11 +40,12 @@ class Meter:
     costs: list  # of evaluations, for the time left: (steps between them, images that pass forward)
     progress: dict  # the counters that a resume restores
 
+    peak = 0.0  # FLOP/s of one device; known at the first line
+    near_noise = math.inf  # running loss in the last quarter of t; falls at once, rises slowly
+
     def __post_init__(self):
         self.shapes = set()  # of images so far; a shape's first step compiles, and counts in speeds only if logged
         self.parts = []  # current step: t and loss of each micro-batch, (B,) each
-        self.peak = 0.0  # FLOP/s of one device; known at the first line
-        self.near_noise = math.inf  # running loss in the last quarter of t; falls at once, rises slowly
         self.restart()
 
     def restart(self) -> None:
@@ -226,10 +227,11 @@ class RunLog:
     wandb's id of the run for a resume.
     """
 
+    file = None  # metrics.jsonl
+    wandb = None  # its run
+
     def __init__(self, run: str, run_dir: Path, device, run_info: dict, step: int, progress: dict):
         self.run_dir = run_dir
-        self.file = None
-        self.wandb = None
         if not is_first_rank():
             return
         config = run_info["config"]

@@ -88,17 +88,18 @@ class Buffer:
     world: int
     grad_dtype: torch.dtype
 
+    work = None  # handle of the running reduce-scatter of gradients, or all-gather of weights
+    grad = None  # gradient of `weights`, from sync_grads to zero_grad
+
     def __post_init__(self):
         self.names = list(self.named_params)
         self.params = list(self.named_params.values())
         self.missing = len(self.params)  # gradients that backward has yet to compute
-        self.work = None  # handle of the running reduce-scatter of gradients, or all-gather of weights
         self.offsets, share, batches = plan_buffer(self.params, self.group["kind"], self.world)
         self.batches = batches[self.rank]
         self.share_slice = slice(self.rank * share, (self.rank + 1) * share)
         self.flat = torch.zeros(self.world * share, device=self.params[0].device)
         self.weights = self.flat[self.share_slice]
-        self.grad = None  # gradient of `weights`, from sync_grads to zero_grad
         self.state = {key: torch.zeros_like(self.weights) for key in self.rule.keeps}
         for p, view in zip(self.params, self.views(self.flat)):
             p.data = view.copy_(p)
@@ -176,6 +177,9 @@ class Optimizer:
     there; else sync_grads starts it.
     """
 
+    steps = 0
+    last_micro_step = False
+
     @collective("the broadcast of the first weights")
     @torch.no_grad()
     def __init__(
@@ -186,7 +190,6 @@ class Optimizer:
         grad_dtype: torch.dtype,
     ):
         rank, _, self.world = get_dist()
-        self.steps = 0
         self.param_groups = groups
         self.buffers = [
             Buffer(group, rules[group["kind"]], part, rank, self.world, grad_dtype)
@@ -197,7 +200,6 @@ class Optimizer:
         order = list(dict(model.named_parameters()))
         self.exchange_order = sorted(self.buffers, key=lambda buffer: -order.index(buffer.names[0]))
         self.unsent = self.exchange_order.copy()
-        self.last_micro_step = False
         self.in_fp32 = []  # (layer that computes with a bf16 copy of its weight, the weight)
         if self.world == 1:
             return

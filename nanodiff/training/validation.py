@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from nanodiff.common import Batches, StackedGenerator, get_dist, make_generator
+from nanodiff.common import StackedGenerator, get_dist, make_generator
 from nanodiff.conditions import conditioning
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.timesteps import make_timesteps
@@ -14,10 +14,12 @@ from nanodiff.dist import from_first_rank, gather_batches
 from nanodiff.training.log import quartile_sums
 
 
-def shared_batches(val_set, num_images: int, batch_size: int) -> Batches:
-    """Indices of `num_images` spread over a set, in batches of at most 1/world of them: every rank gets some."""
+def gather_sums(sums_of, val_set, num_images: int, batch_size: int, label: str) -> list:
+    """On the first rank, [sums_of(indices)] of `num_images` spread over a set, in batches of at most 1/world of them:
+    every rank gets some."""
     share = math.ceil(num_images / get_dist()[2])
-    return val_set.batches(val_set.spread(num_images), min(batch_size, share))
+    batches = val_set.batches(val_set.spread(num_images), min(batch_size, share))
+    return gather_batches(sums_of, batches, label)
 
 
 def held_out(model, val_set, codec, ids, seed=0):
@@ -48,7 +50,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
         loss = process.losses(model, x0, t, noise, cond)["loss"]  # (n,)
         return quartile_sums(t, loss, torch.ones_like(loss), process).cpu().double()
 
-    sums = gather_batches(sums_of, shared_batches(val_set, n, batch_size), "validation")
+    sums = gather_sums(sums_of, val_set, n, batch_size, "validation")
     total, counts = from_first_rank(sum(sums), "the validation loss")
     return float(total.sum() / n), (total / counts).tolist()
 
@@ -64,7 +66,7 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
         return {name: value.cpu().double().sum(0) for name, value in terms.items()}
 
     means = defaultdict(float)
-    for sums in gather_batches(sums_of, shared_batches(val_set, n, batch_size), "bits/dim"):
+    for sums in gather_sums(sums_of, val_set, n, batch_size, "bits/dim"):
         for name, value in sums.items():
             means[name] += value / n
     return from_first_rank({name: mean.tolist() for name, mean in means.items()}, "bits/dim")
