@@ -74,7 +74,7 @@ MISTAKES = [
     ((*TRAIN, "--objective=flow_map"), "flow_map tunes a flow run"),
     ((*UNET, "--objective=flow_map"), "flow map needs arch=dit"),
     ((*TRAIN, "--num_epochs=2", "--num_iterations=0"), "num_iterations and num_epochs are given"),
-    ((*TRAIN, "--warmup_ratio=0.6", "--warmdown_ratio=0.5"), "accepted: a sum up to 1"),
+    ((*TRAIN, "--warmup_ratio=0.6", "--warmdown_ratio=0.5"), "must not sum to more than 1"),
     # settings that would do nothing
     ((*TRAIN, "--init_from=flow", "--objective=flow_map", "--t_range=0,0.5"), "accepted: no timesteps, "),
     ((*EVAL, "--metric=fid", "--samples=s.npz", "--data=tiny", "--cfg_scale=4"), 'only samples="" uses it'),

@@ -80,9 +80,9 @@ def save_checkpoint(
         with contextlib.suppress(FileNotFoundError):
             fsync_dir(run_dir / "metrics.jsonl")  # a checkpoint's log lines are on the disk before it
         publish_folder(temporary, final)
-    except OSError:  # such as a full disk
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        raise UserError(f"cannot write {final}: {error.strerror}; earlier checkpoints are intact") from error
     # Later steps do not count: the run was resumed from an earlier one
     intact = [s for s in intact_steps(run_dir) if s <= step]
     for s, path in list_checkpoints(run_dir):
