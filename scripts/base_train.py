@@ -15,7 +15,8 @@ Rerunning the same command resumes where the run stopped. What it does, for the 
         step against the gradient of the loss; average the weights
 
 The model learns the velocity dx_t/dt = noise - x0. Sampling integrates it from noise at t = 1 to an image at t = 0.
-Why the velocity, t near 0.5, Muon? Together they did best (runs/LOG.md, 4 to 6). Tasks are in runs/GUIDE.md.
+Why the velocity, t near 0.5, Muon? Together they did best (runs/LOG.md, 4 to 6). Why patches, and how t enters the
+network: nanodiff/models/dit.py. How distances of samples are made: metrics/features.py. Tasks are in runs/GUIDE.md.
 
 Words: a codec turns stored images or latents into x0, and samples into pixels. A process is the mathematics: noising,
 loss, samplers. raw_model holds the weights, model is its compiled form. A rank is one worker of the run, a micro-batch
@@ -67,10 +68,10 @@ model_tag = ""  # folder of the run under $NANODIFF_BASE_DIR/runs; "" = data, ar
 data = "shapes"  # a set made by scripts.prepare_data or cache_latents; shapes is built in
 depth = 4  # >= 1: the one dial of size. DiT: depth blocks of width 64*depth. UNet: 32*depth channels
 num_iterations = -1  # >= -1: steps; -1 = derived; 0 = no training: only evaluate, sample and save
-target_param_data_ratio = 12.0  # > 0 or -1: image tokens to train on, per parameter that learns
-total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = derived
+target_param_data_ratio = 12.0  # > 0 or -1: length of the run, in image tokens per parameter; 24 = twice the images
+total_batch_size = 0  # >= 0: images per step, over all ranks; lr and muon_lr follow it; 0 = derived
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a CUDA GPU, elsewhere up to 64
-lr = 0.0  # >= 0: AdamW's learning rate; 0 = derived from batch and width
+lr = 0.0  # >= 0: AdamW's learning rate: of all but the blocks' matrices, which take muon_lr; 0 = by batch and width
 flip = False  # mirror half of the images left-right
 eval_every = 250  # >= -1: steps between validation losses, from 0 on; in every cadence 0 = only at the end, -1 = never
 sample_every = 250  # >= -1: steps between grids of samples
@@ -81,7 +82,7 @@ resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint
 #                  changed = though rates or length differ; a number = changed, from that step
 seed = 42  # >= 0: seed of weights, order of images, noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
-dtype = "auto"  # auto|bfloat16|float16|float32: of products, DiT's stream (fp32: TF32 on CUDA); weights, optimizer fp32
+dtype = "auto"  # auto|bfloat16|float16|float32: of matrix products and activations; weights and optimizer stay float32
 compile = True  # by torch.compile, where that works
 deterministic = False  # bitwise reproducible on CUDA, as always on a CPU; slower
 # The horizon, instead of the ratio or num_iterations
@@ -100,18 +101,18 @@ lora_rank = 0  # >= 0: train adapters of this rank (LoRA), and new classes; 0 = 
 # What is learned
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: flow = velocity, flow_x0 = image; flow_map,
 #                     flow_map_x0 = jumps, tuned from a flow run; others = Gaussian diffusion
-timesteps = "auto"  # {TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
+timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for classifier-free guidance
 # Optimisation
 optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices, AdamW for the rest; or AdamW for all
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 beta2 = 0.95  # [0, 1): AdamW's decay of the mean squared gradient
-grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient (Muon ignores size: only in its momentum); -1 = any
+grad_clip = 1.0  # > 0 or -1: scale larger gradients down to this norm, which AdamW feels more than Muon; -1 = never
 warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
 warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly
 ema_rates = "0.999"  # weight averages, comma-separated; the first is sampled; "" = none
-ema_ramp = True  # rate <= (1 + step) / (10 + step): forget the initial weights; published: False
+ema_ramp = True  # average over less at first, to forget the initial weights: rate <= (1 + step) / (10 + step)
 # Evaluation
 eval_images = 1024  # >= 1: validation images
 fid_every = -1  # >= -1: steps between distances of samples, precision, recall
@@ -199,8 +200,7 @@ if sample_every >= 0:
 # ---------------------------------------------------------------------------------------------------------------------
 # What is learned, and the model that learns it
 
-# A resumed run may be older than a setting
-meta["config"] = past_settings = {"time_input": "1000t"} | meta["config"] if checkpoint else {}
+meta["config"] = past_settings = {"time_input": "1000t"} | meta["config"] if checkpoint else {}  # old runs lack it
 if time_input == "auto":
     default = "62.5t" if arch == "dit" and not init_from else "1000t"
     config["time_input"] = time_input = past_settings.get("time_input", default)
@@ -435,8 +435,7 @@ NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams
 while True:
     if faults:  # a damaged set ends the run before it is saved
         raise faults[0]
-    # Save first: a crash in an evaluation loses nothing
-    leaving = step >= num_iterations or stop_signal.is_stopping
+    leaving = step >= num_iterations or stop_signal.is_stopping  # save first: a crash in an evaluation loses nothing
     at_end = leaving and (save_every >= 0 or save_epochs)  # the last pass may end short
     if (at_end or due(save_every) or ends_epoch()) and step != saver.step:
         save()

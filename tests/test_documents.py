@@ -19,7 +19,6 @@ from nanodiff.formats.published import to_meta
 from nanodiff.metrics import classifier, features
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.safetensors import load_safetensors
-from nanodiff.web.report import EXPECTED_LOSS
 
 RUNS = ROOT / "runs"
 PAGES = [ROOT / "README.md", RUNS / "GUIDE.md"]
@@ -304,15 +303,3 @@ def test_entries_of_the_log_that_others_cite_are_there():
     rows = [line for line in log.splitlines() if line.startswith("|")]
     assert max(map(len, rows)) < 330  # one idea a row
     assert len(log.split()) <= 6000
-
-
-def test_the_losses_to_expect_are_the_guides():
-    """report.html and GUIDE.md state the same figures."""
-    steps, *rows = [
-        [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in (RUNS / "GUIDE.md").read_text().splitlines()
-        if line.startswith(("| training loss on CIFAR-10", "| depth "))
-    ]
-    for row, losses in zip(rows, EXPECTED_LOSS.values()):
-        for step, loss in losses.items():
-            assert row[steps.index(f"{step:,}")] == f"{loss:.3f}"

@@ -269,7 +269,7 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
 
 def test_a_resume_says_nothing_of_what_is_yet_to_be_derived(capsys):
     """Nor of what an older run did not record."""
-    meta = {"step": 2, "config": {"dtype": "auto", "device_batch_size": 16, "num_iterations": -1}}
+    meta = {"step": 2, "config": {"dtype": "auto", "device_batch_size": 16, "num_iterations": -1, "objective": "flow"}}
     checkpoint = Path("runs/a/checkpoints/step_000002")
     args = ("--dtype=float32", "--num_iterations=9")
     check_settings(checkpoint, meta, script_settings("base_train", *args))

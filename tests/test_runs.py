@@ -132,7 +132,7 @@ def test_the_gpu_check_counts_its_tests(check_gpu, tmp_path):
     "stage, code, text, failed",
     [
         ("d12", "0", "compiled code is right", False),
-        ("d12", "0", "compiled code is wrong here\ncontinuing uncompiled", True),
+        ("d12", "0", "compiled code is wrong here\ncontinuing uncompiled: it stays wrong", True),
         ("d12", "124", "stopped by a signal", False),
         ("kinds", "124", "stopped by a signal", True),
     ],

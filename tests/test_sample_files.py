@@ -35,8 +35,8 @@ def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
 def test_what_makes_a_distance_wrong_is_said(tmp_path, capsys):
     """JPEG's loss; values that were scaled to 1. Other samples get no note."""
     for name, images, note in (
-        ("a.PNG", IMAGES, "listing the files in .*"),
-        ("a.JPG", IMAGES, "listing .*\nnote: .*a.JPG: the loss of JPEG counts .*"),
+        ("a.PNG", IMAGES, "listing the files in .*\n  all 20 images: . 20"),
+        ("a.JPG", IMAGES, "listing .*\n  all 20 images: . 20\nnote: .*a.JPG: the loss of JPEG counts .*"),
         ("s.npz", IMAGES, ""),
         ("b.npz", IMAGES // 128, "note: .*b.npz begins with values of 0 and 1 alone; .*"),
     ):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from conftest import golden, refused
 
 from nanodiff.diffusion.flow import TIMES, FlowMatching
-from nanodiff.diffusion.timesteps import FOR_FLOW, FOR_GAUSSIAN, TIMESTEPS, LossSecondMoment, make_timesteps
+from nanodiff.diffusion.timesteps import FOR_BOTH, FOR_FLOW, FOR_GAUSSIAN, TIMESTEPS, LossSecondMoment, make_timesteps
 from nanodiff.models.dit import timestep_embedding
 
 FLOW = FlowMatching()
@@ -52,6 +52,8 @@ def test_timestep_shift(shift, median):
     assert t[500].item() == pytest.approx(median, abs=2e-3) and t.min() > 0 and t.max() < 1
     t, _ = make_timesteps("logit-normal", process).sample(torch.tensor([0.5]))
     assert t.item() == pytest.approx(median, abs=2e-3)
+    t, weight = make_timesteps("bell", process).sample(grid(4000))
+    assert weight.mean().item() == pytest.approx(1, abs=1e-3) and t[weight.argmax()] == pytest.approx(0.5, abs=1e-3)
     seen = []
     model = lambda x, t, **cond: seen.append(t[0].item() / 1000) or torch.zeros_like(x)
     process.sample(model, torch.zeros(1, 1, 2, 2), 2, "euler")
@@ -104,20 +106,23 @@ def test_importance_weights_are_unbiased():
 @pytest.mark.parametrize("process", [FLOW, gaussian(10)], ids=["flow", "gaussian"])
 def test_each_distribution_is_for_its_processes(name, process, monkeypatch):
     """It draws there, and elsewhere is refused in one line, a new one too, though it uses what a flow alone has."""
-    monkeypatch.setitem(FOR_FLOW, "new", lambda u, process: process.shift(u))
-    accepted = FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW
+    monkeypatch.setitem(FOR_FLOW, "new", lambda u, process: (process.shift(u), torch.ones_like(u)))
+    accepted = FOR_BOTH | (FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW)
     for tried in (name, "new"):
         if tried in accepted:
             rand_range = torch.tensor([0.0, 0.5, 1 - 2**-24])
             t, weight = make_timesteps(tried, process).sample(rand_range)
             assert t.shape == weight.shape == (3,) and t.min() >= 0 and t.max() <= (9 if process.is_gaussian else 1)
         else:
-            refused(f"timesteps={tried} .*accepted: auto, ", make_timesteps, tried, process)
+            refused(f"timesteps={tried} .*accepted: auto, uniform, bell", make_timesteps, tried, process)
 
 
 def test_part_of_t():
     for name in ("uniform", "logit-normal"):
         t, weight = make_timesteps(name, FLOW, low=0.25, high=0.75).sample(grid(4000))
         assert (weight == 1).all() and 0.25 <= t.min() < 0.2503 and 0.7497 < t.max() <= 0.75
-    t, _ = make_timesteps("uniform", gaussian(100), low=0.5, high=1.0).sample(grid(4000))
-    assert t.min() == 50 and t.max() == 99
+    t, weight = make_timesteps("bell", FLOW).sample(grid(4000))  # DiffSynth-Studio's, shifted to 0 at the ends
+    bell = torch.exp(-2 * (t - 0.5) ** 2)
+    torch.testing.assert_close(weight, (bell - bell[0]) / (bell - bell[0]).mean(), atol=2e-3, rtol=0)
+    t, weight = make_timesteps("bell", gaussian(100), low=0.5, high=1.0).sample(grid(4000))
+    assert t.min() == 50 and t.max() == 99 and weight[0] > 1.5 and weight[-1] < 0.1

@@ -104,7 +104,7 @@ class FlowMatching:
     timestep_shift: float = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards noise if s > 1; in samples too
     # Only objective=flow|flow_x0|flow_map|flow_map_x0, Only timesteps=auto|logit-normal
     timestep_std: float = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; below 1 favours the middle.
-    #                     Above 0.98, where samples start, are 1 of 20,000 images, with 1.4 1 of 370
+    #                     1.4 draws t > 0.98, where samples start, for 1 image in 370, 1.0 for 1 in 20,000
 
     kind = "flow matching"
     is_gaussian = False  # t is continuous, in [0, 1]

@@ -3,8 +3,7 @@
 t, weight = timesteps.sample(u)  # (N,) each, for u (N,) uniform in [0, 1): t and the weight of each image's loss
 timesteps.update(t, losses)  # unweighted losses (N,); called by every rank with the same N; may wait for the GPU
 
-To add a distribution, write its inverse CDF, t from u and the process, and enter it in the table for its kind of
-process.
+To add a distribution, write a function of u and the process, and enter it in the table for its kind of process.
 """
 
 import math
@@ -27,14 +26,30 @@ def uniform(u, process):
     """t = floor(u T), int64; for flow matching t = u, shifted."""
     if process.is_gaussian:
         T = process.num_timesteps
-        return (u * T).long().clamp(max=T - 1)
-    return process.shift(u)
+        t = (u * T).long().clamp(max=T - 1)
+    else:
+        t = process.shift(u)
+    return t, torch.ones_like(u)
+
+
+def bell(u, process):
+    """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its end value, scaled to mean 1, as in DiffSynth-Studio."""
+
+    def height(t):
+        from_middle = unit(t, process) - 0.5
+        above_end = torch.exp(-2 * from_middle.square()) - math.exp(-0.5)
+        return above_end.clamp(min=0)
+
+    t, _ = uniform(u, process)
+    evenly = (torch.arange(1000, device=u.device) + 0.5) / 1000
+    everywhere, _ = uniform(evenly, process)
+    return t, height(t) / height(everywhere).mean()
 
 
 def logit_normal(u, process):
     """Sigmoid of N(0, timestep_std^2), shifted: favours the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
     z = process.timestep_std * math.sqrt(2) * torch.erfinv(2 * u - 1)  # the inverse CDF; MPS lacks torch.special.ndtri
-    return process.shift(torch.sigmoid(z))
+    return process.shift(torch.sigmoid(z)), torch.ones_like(u)
 
 
 class Timesteps(torch.nn.Module):
@@ -46,15 +61,15 @@ class Timesteps(torch.nn.Module):
         self.process = process
         # draw grows with u, so these t come from one range of u
         evenly = (torch.arange(100_000) + 0.5) / 100_000
-        t = unit(draw(evenly, process), process)
+        t, _ = draw(evenly, process)
+        t = unit(t, process)
         self.u_low = (t < low).float().mean().item()
         self.u_high = (t <= high).float().mean().item()
         if self.u_low >= self.u_high:
             raise UserError(f"t_range={low:g},{high:g} holds no t; accepted: a wider one")
 
     def sample(self, u):
-        u = self.u_low + (self.u_high - self.u_low) * u
-        return self.draw(u, self.process), torch.ones_like(u)
+        return self.draw(self.u_low + (self.u_high - self.u_low) * u, self.process)
 
     def update(self, t, losses) -> None:
         """Learn from the losses; most distributions do not."""
@@ -106,16 +121,18 @@ class LossSecondMoment(Timesteps):
             counts[row] += 1
 
 
-# t is continuous; may use process.shift and process.timestep_std
-FOR_FLOW = {"auto": logit_normal, "uniform": uniform, "logit-normal": logit_normal}
-# t is an integer below process.num_timesteps
-FOR_GAUSSIAN = {"auto": uniform, "uniform": uniform, "loss-second-moment": LossSecondMoment}
-TIMESTEPS = FOR_FLOW | FOR_GAUSSIAN
+FOR_BOTH = {"uniform": uniform, "bell": bell}
+FOR_FLOW = {"logit-normal": logit_normal}  # t is continuous; may use process.shift and process.timestep_std
+FOR_GAUSSIAN = {"loss-second-moment": LossSecondMoment}  # t is an integer below process.num_timesteps
+TIMESTEPS = FOR_BOTH | FOR_FLOW | FOR_GAUSSIAN
 
 
 def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps:
-    """The distribution `name`."""
-    table = FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW
+    """The distribution `name`; "auto" is logit-normal for flow matching, else uniform."""
+    if process.is_gaussian:
+        table = {"auto": uniform} | FOR_BOTH | FOR_GAUSSIAN
+    else:
+        table = {"auto": logit_normal} | FOR_BOTH | FOR_FLOW
     if name not in table:
         raise UserError(f"timesteps={name} is not for {process.kind}; accepted: {', '.join(table)}")
     draw = table[name]

@@ -32,7 +32,7 @@ def cached(path: Path, datasets: list[Dataset], others: list, compute) -> Tensor
         return found
     for dataset in datasets:  # else damaged images would shape what is kept after their repair
         verify(dataset, [dataset.split])
-    over_ranks(0, what="the verifying of the images")
+    over_ranks(0, name="the verifying of the images")
     found = compute()
     if is_first_rank():
         try:

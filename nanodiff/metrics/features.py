@@ -1,6 +1,7 @@
 """Image features (Inception's or a classifier's) and the metrics computed from them.
 
-A network maps images (N, C, H, W) uint8 to features (N, F) and logits (N, K): network.features(images).
+A network maps images (N, C, H, W) uint8 to features (N, F) and logits (N, K): network.features(images). A distance
+compares mean and covariance of the samples' features with those of real images: frechet_distance in distances.py.
 """
 
 from dataclasses import dataclass

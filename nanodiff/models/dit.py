@@ -1,4 +1,8 @@
-"""DiT, the diffusion transformer (Peebles & Xie 2023, arXiv:2212.09748): the published block and a modern one."""
+"""DiT, the diffusion transformer (Peebles & Xie 2023, arXiv:2212.09748): the published block and a modern one.
+
+Why patches? Attention compares all pairs of tokens: 1,024 pixels would cost 16 times as much as 256 patches of 2 x 2. t
+is no token: its embedding, added to the class's, shifts, scales and gates the input of every layer (adaLN, in Block).
+"""
 
 import functools
 import math

@@ -85,7 +85,7 @@ def note(out, stage, code, seconds, run):
     # At its limit a training run saves and leaves: its figures count, unless other runs were to follow
     stopped = code == "124" and "img/s" in found and stage != "kinds"
     failed = code != "0" and not stopped
-    failed |= any(sign in text for sign in (" failed", "FAILED", "training goes on uncompiled"))
+    failed |= any(sign in text for sign in (" failed", "FAILED", "continuing uncompiled"))
     add(out, {"stage": stage, "code": int(code), "seconds": int(seconds), "failed": failed} | found)
     end = "failed, see the log" if failed else "stopped at its limit" if stopped else "done"
     shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None)
