@@ -55,7 +55,7 @@ SMALLER = {  # what is appended to a command
     "base_eval": ["--num_images=12", *TIMELESS],
 }
 STAND_INS = {
-    "RUN": "mine_dit_d6", "RUN_A": "mine_dit_d6", "RUN_B": "shapes_cpu", "RUN_OR_FILE": "mine_dit_d12",
+    "RUN": "mine_dit_d4", "RUN_A": "mine_dit_d4", "RUN_B": "shapes_cpu", "RUN_OR_FILE": "mine_dit_d12",
     "BASE": "mine_dit_d12", "NAME": "dummy",
 }  # fmt: skip
 NOT_RUN = {
