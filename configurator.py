@@ -145,10 +145,10 @@ def check(settings: Settings, name: str, value, place: str = ""):
 
 
 class Config(dict):
-    """{name: value} of all settings; `defaults` of all, `given` of those from presets and the command line."""
+    """{name: value} of all settings; `defaults` of all, `overrides` of those from presets and the command line."""
 
     defaults: dict
-    given: dict
+    overrides: dict
 
 
 def read_settings(globals_: dict, modules=()) -> Settings:
@@ -227,12 +227,12 @@ def read_argument(settings: Settings, arg: str, next_arg: str) -> dict:
 
 
 def check_used(settings: Settings, config: Config) -> None:
-    """Raise ValueError for a setting that the others leave unused; reset an inherited one."""
+    """Raise ValueError for a setting that the others leave unused; reset one from the fallback."""
     for name, setting in settings.items():
         for key, rule in setting.only:
             if config[name] == setting.default or satisfies(config[key], rule.lstrip("= ")):
                 continue
-            if name in config.given:
+            if name in config.overrides:
                 raise ValueError(
                     f"{name}={config[name]!r} would do nothing: only {key}{rule} uses it, and {key}={config[key]!r}"
                 )
@@ -262,10 +262,10 @@ def help_text(settings: Settings, globals_: dict, whole: bool) -> str:
     return "\n".join(lines)
 
 
-def configure(globals_: dict, argv: list[str] | None = None, inherited=None, modules=()) -> Config:
+def configure(globals_: dict, argv: list[str] | None = None, fallback=None, modules=()) -> Config:
     """Override the calling script's settings in place, in its globals(); return them all, with those of `modules`.
 
-    `inherited(config)`: {name: value} instead of defaults where nothing was given; may raise ValueError.
+    `fallback(config)`: {name: value} instead of defaults where nothing was given; may raise ValueError.
     --help exits with 0; a mistake prints one line, exits with 2 and changes nothing. Only rank 0 prints.
     """
     settings = read_settings(globals_, modules)
@@ -281,17 +281,17 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None, mod
         sys.exit(0)
     config = Config({name: setting.default for name, setting in settings.items()})
     config.defaults = dict(config)
-    config.given = {}
+    config.overrides = {}
     try:
         if sys.getfilesystemencoding() != "utf-8":  # names of files and classes would be stored garbled
             raise ValueError(
                 f"this locale reads names as {sys.getfilesystemencoding()}; accepted: utf-8, such as by PYTHONUTF8=1"
             )
         for arg, next_arg in zip(argv, [*argv[1:], "--"]):
-            config.given |= read_argument(settings, arg, next_arg)
-        config |= config.given
-        if inherited:
-            config |= inherited(config) | config.given
+            config.overrides |= read_argument(settings, arg, next_arg)
+        config |= config.overrides
+        if fallback:
+            config |= fallback(config) | config.overrides
         check_used(settings, config)
     except ValueError as error:
         if is_first:

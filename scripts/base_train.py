@@ -151,7 +151,7 @@ def inherited(config):
     return start.inherited(config)
 
 
-config = configure(globals(), inherited=inherited, modules=MODULES)
+config = configure(globals(), fallback=inherited, modules=MODULES)
 del inherited
 if init_from or trainable or objective.startswith("flow_map"):
     from nanodiff.formats import start  # a lazy import
@@ -240,7 +240,7 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 tokens = model_config.num_tokens
 total_images = 0  # 0 = not known yet
 horizons = ("num_iterations", "num_epochs", "target_flops", "target_param_data_ratio")
-horizons = [name for name in horizons if config.given.get(name, -1) >= 0]
+horizons = [name for name in horizons if config.overrides.get(name, -1) >= 0]
 if len(horizons) > 1:
     raise UserError(f"{' and '.join(horizons)} are given, perhaps by a preset; accepted: one, the others -1")
 if num_iterations >= 0:
@@ -249,7 +249,7 @@ elif num_epochs > 0:
     total_images, how_long = num_epochs * len(train_set), f"{num_epochs:g} epochs"
 elif target_flops > 0:
     total_images, how_long = target_flops / flops_per_image, f"{target_flops:.3g} FLOPs"
-elif init_from and not checkpoint and "target_param_data_ratio" not in config.given:
+elif init_from and not checkpoint and "target_param_data_ratio" not in config.overrides:
     raise UserError("init_from without a horizon; accepted: --num_epochs=2, --num_iterations=500 or the like")
 elif target_param_data_ratio > 0:
     total_images = target_param_data_ratio * num_trained / tokens
@@ -336,7 +336,7 @@ print0(memory_line(raw_model, optim, ema, device_batch_size))  # d12: 2 GiB + 88
 sample_steps = sample_steps or process.default_steps
 sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
-overrides = {} if learns_guidance(config) else config.given  # cfg_scale may shape training alone
+overrides = {} if learns_guidance(config) else config.overrides  # cfg_scale may shape training alone
 sample_settings = SampleSettings(sample_steps, sampler, *choose_guidance(cfg_scale, cfg_interval, fault, overrides))
 if fid_every >= 0:
     from nanodiff.metrics.features import sample_quality  # a lazy import: judges of samples

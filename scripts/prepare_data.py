@@ -127,7 +127,7 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
         "files": state_of(images_in.files),
     }
     writer.resume(plan)
-    skipped = images_in.unreadable
+    faults = images_in.unreadable
     losses = Counter()
     first = None
     with Progress(images_in.num_images, "images", "preparing") as bar:
@@ -138,12 +138,12 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
                     check_size(group["name"], group["shape"][1:], first["shape"][1:])
                 cond = {condition: images_in.arrays[condition][rows] for condition, rows in group["rows"].items()}
                 writer.add(group["split"], group["shard"], y=group["y"], **cond)
-            skipped += note["skipped"]
+            faults += note["skipped"]
             losses.update(note["losses"])
             bar.update(note["items"])
-    if skipped:
-        print0(f"skipped {len(skipped):,} unreadable files (see skipped.txt): {skipped[0]}, ...")
-        write_atomic(writer.folder / "skipped.txt", "\n".join([*skipped, ""]).encode())
+    if faults:
+        print0(f"skipped {len(faults):,} unreadable files (see skipped.txt): {faults[0]}, ...")
+        write_atomic(writer.folder / "skipped.txt", "\n".join([*faults, ""]).encode())
     for loss, number in losses.items():
         print0(f"{loss}: {count(number, 'image', 'images')}")
     if images_in.num_clipped:
@@ -153,14 +153,14 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
 # What was made
 
 dt = time.perf_counter() - start
-made = dataset.open_dataset(writer.path)
-numbers = " + ".join(f"{part['num_images']:,} {split}" for split, part in made.meta["splits"].items())
-sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
-labelled = count(made.num_classes, "class", "classes") if class_names else "unlabelled"
+result = dataset.open_dataset(writer.path)
+numbers = " + ".join(f"{part['num_images']:,} {split}" for split, part in result.meta["splits"].items())
+sizes = " or ".join(f"{result.channels}x{height}x{width}" for height, width in result.buckets)
+details = count(result.num_classes, "class", "classes") if class_names else "unlabelled"
 if pairs:
-    labelled += ", second images of {given_channels} channels ({given_scaling})".format(**made.meta)
-labelled = ", ".join([labelled, *images_in.arrays])
+    details += ", second images of {given_channels} channels ({given_scaling})".format(**result.meta)
+details = ", ".join([details, *images_in.arrays])
 print0(
-    f"made {writer.path} in {dt:.1f} s: {numbers} images, {sizes}, {labelled}; "
+    f"made {writer.path} in {dt:.1f} s: {numbers} images, {sizes}, {details}; "
     f"train on it: python -m scripts.base_train --data={writer.path.name}"
 )

@@ -45,9 +45,9 @@ def inherited(config) -> dict:
     if not checkpoint:
         settings |= shape
     names = [name for name in shape if name not in NO_SHAPE]
-    if config.given.get("arch", settings["arch"]) != settings["arch"]:
+    if config.overrides.get("arch", settings["arch"]) != settings["arch"]:
         names = []  # check_shape refuses it
-    objective = config.given.get("objective", settings["objective"])
+    objective = config.overrides.get("objective", settings["objective"])
     kind, _ = OBJECTIVES[objective]
     source_kind, _ = OBJECTIVES[settings["objective"]]
     if kind.is_gaussian == source_kind.is_gaussian:

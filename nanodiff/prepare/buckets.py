@@ -19,17 +19,17 @@ def choose_sizes(ratios: np.ndarray, resolution: int, unit: int) -> list[tuple[i
     widths = [unit * round(resolution * ratio**0.5 / unit) for ratio in ASPECTS]
     sizes = list(dict.fromkeys(zip(reversed(widths), widths)))
     minimum = max(1, min(64, len(ratios) // 10))
-    kept = kept_area(ratios, sizes)  # (n, len(sizes))
+    shares = kept_area(ratios, sizes)  # (n, len(sizes))
     square = sizes.index((resolution, resolution))
     best = [square]
-    best_kept = kept[:, square].mean()
+    best_share = shares[:, square].mean()
     for number in range(1, len(sizes) + 1):
-        for chosen in itertools.combinations(range(len(sizes)), number):
-            part = kept[:, chosen]
+        for choice in itertools.combinations(range(len(sizes)), number):
+            part = shares[:, choice]
             counts = np.bincount(part.argmax(1), minlength=number)
-            part_kept = part.max(1).mean()
-            if counts.min() >= minimum and part_kept > best_kept:
-                best = chosen
-                best_kept = part_kept
-    print0(f"{len(best)} buckets of {minimum:,} images or more; cropped away on average: {1 - best_kept:.1%}")
+            part_share = part.max(1).mean()
+            if counts.min() >= minimum and part_share > best_share:
+                best = choice
+                best_share = part_share
+    print0(f"{len(best)} buckets of {minimum:,} images or more; cropped away on average: {1 - best_share:.1%}")
     return [sizes[i] for i in best]

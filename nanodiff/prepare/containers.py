@@ -47,7 +47,7 @@ def is_image(name: str) -> bool:
 def open_folder(path: Path):
     """A folder of images or, if it holds tars and no images, its shards."""
     members = []  # (name, path)
-    seen = set()
+    real_folders = set()
 
     def fail(error):
         raise error
@@ -56,11 +56,11 @@ def open_folder(path: Path):
         for folder, folders, files in os.walk(path, followlinks=True, onerror=fail):
             real_folder = os.path.realpath(folder)
             folders.sort()
-            if real_folder in seen:  # a link to a parent would recurse forever
+            if real_folder in real_folders:  # a link to a parent would recurse forever
                 print0(f"left out {folder}: it is read under another name")
                 folders.clear()
                 continue
-            seen.add(real_folder)
+            real_folders.add(real_folder)
             for file in files:
                 file = os.path.join(folder, file)
                 name = cleaned(os.path.relpath(file, path))

@@ -101,11 +101,11 @@ def center_crop(image, height: int, width: int, scaling: str = "bicubic"):
     while scaling == "bicubic" and image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = max(width / image.width, height / image.height)
-    scaled = round(image.width * scale), round(image.height * scale)
-    image = image.resize(scaled, Image.Resampling["BOX" if scaling == "area" else scaling.upper()])
-    left = (image.width - width) // 2
-    top = (image.height - height) // 2
-    return image.crop((left, top, left + width, top + height))
+    size = round(image.width * scale), round(image.height * scale)
+    image = image.resize(size, Image.Resampling["BOX" if scaling == "area" else scaling.upper()])
+    left_margin = (image.width - width) // 2
+    top_margin = (image.height - height) // 2
+    return image.crop((left_margin, top_margin, left_margin + width, top_margin + height))
 
 
 def upright(image):
@@ -225,7 +225,7 @@ def decode_items(items: list[Item], sizes: list, *look: str):
     """-> the readable items, with images (C, H, W) as payload; "name: reason" of the others; what the images lost,
     counted. `look`: scaling and background."""
     done = []
-    skipped = []
+    faults = []
     losses = Counter()
     for item in items:
         try:
@@ -239,13 +239,13 @@ def decode_items(items: list[Item], sizes: list, *look: str):
         except Exception as error:  # Pillow raises nearly every kind on damaged files
             raise_fault(error, item.name)
             reason = str(error) or type(error).__name__
-            skipped.append(f"{item.name!r}: {reason.splitlines()[0]}")
+            faults.append(f"{item.name!r}: {reason.splitlines()[0]}")
             continue
         done.append(item._replace(payload=image))
         losses.update(notes)
         if not sizes:
             check_size(item.name, image.shape, done[0].payload.shape)
-    return done, skipped, losses
+    return done, faults, losses
 
 
 def check_size(name: str, shape: tuple, first_shape: tuple) -> None:

@@ -37,18 +37,18 @@ BESIDE = {".json": "", ".cls": "label", ".txt": "text"}  # files beside an image
 # Class and caption: (str, str), "" = not given
 
 
-def text_of(payload: str | bytes, where: str) -> str:
+def text_of(payload: str | bytes, origin: str) -> str:
     """The text of a file, given its path or content."""
     content = payload
     if isinstance(payload, str):
-        with reading(where):
+        with reading(origin):
             content = Path(payload).read_bytes()
     try:
         if b"\0" not in content:  # else it is in UTF-16
             return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         pass
-    raise UserError(f"{where} is in UTF-16, Latin-1 or another code; accepted: UTF-8")
+    raise UserError(f"{origin} is in UTF-16, Latin-1 or another code; accepted: UTF-8")
 
 
 def pick(row: dict, column: str, usual: tuple[str, ...], used: set) -> str:
@@ -73,15 +73,15 @@ def class_and_caption(row: dict, options, used: set) -> tuple[str, str]:
     return label, pick(row, options.caption_column, CAPTION_COLUMNS, used)
 
 
-def read_table(table: dict, payload: str | bytes, where: str, options, folder: str = "") -> None:
+def read_table(table: dict, payload: str | bytes, origin: str, options, folder: str = "") -> None:
     """Add the rows of a .csv, .tsv, .jsonl or .json, given its path or content, to {file: (class, caption, split)}.
 
     A .csv or .tsv without a header has rows file,class; else rows are read by column. EDM's dataset.json lists
     such pairs, kohya's metadata.json maps each file to its row."""
-    text = text_of(payload, where)
-    suffix = splitext(where)[1].lower()
+    text = text_of(payload, origin)
+    suffix = splitext(origin)[1].lower()
     used = set()
-    with reading(where, "is not a table of images by file"):
+    with reading(origin, "is not a table of images by file"):
         if suffix in (".csv", ".tsv"):
             dialect = "excel-tab" if suffix == ".tsv" else "excel"
             lines = list(csv.reader(io.StringIO(text, newline=""), dialect))
@@ -110,19 +110,19 @@ def read_table(table: dict, payload: str | bytes, where: str, options, folder: s
                 used.add("split")
             facts = (*class_and_caption(row, options, used), split)
             if row.get(None) or not file:  # None: more cells than columns
-                found = ",".join(str(value) for value in values if value is not None)
+                cells = ",".join(str(value) for value in values if value is not None)
                 raise UserError(
-                    f"{where}, line {number}: found {found!r}; accepted: rows of file,class "
+                    f"{origin}, line {number}: found {cells!r}; accepted: rows of file,class "
                     "or a header with the columns file (or a --file_column) and label, or text"
                 )
-            before = table.setdefault(cleaned(join(folder, cleaned(file))), facts)
-            if before != facts:
-                raise UserError(f"{where}, line {number}: {file!r} has {facts} here and {before} before")
+            entry = table.setdefault(cleaned(join(folder, cleaned(file))), facts)
+            if entry != facts:
+                raise UserError(f"{origin}, line {number}: {file!r} has {facts} here and {entry} before")
     columns = set(itertools.chain(*rows)) - {None}
     if columns.issuperset(LABEL_COLUMNS) and "label" in used and not options.label_column:
-        raise UserError(f"{where} has the columns {' and '.join(LABEL_COLUMNS)}; --label_column takes one")
+        raise UserError(f"{origin} has the columns {' and '.join(LABEL_COLUMNS)}; --label_column takes one")
     if unused := columns - used:
-        print0(f"{where}: columns read: {listed(used)}; not used: {listed(unused)}")
+        print0(f"{origin}: columns read: {listed(used)}; not used: {listed(unused)}")
 
 
 def find_table(streams: list, options):
@@ -161,14 +161,14 @@ def read_beside(name: str, payload: str | bytes, options) -> dict:
     return {}
 
 
-def samples(streams: list, table: dict, options, ignored: Counter, unreadable: set, suffixes: tuple) -> Iterator[tuple]:
+def samples(streams: list, table: dict, options, extras: Counter, unreadable: set, suffixes: tuple) -> Iterator[tuple]:
     """(name, path or content, (class, caption, split)) of each image; the content only if it has one of the suffixes.
     The class is "" if none is given, None if there is a table without the image.
 
     Successive files with one key_of are a sample. If it has several images, each takes the files that share its path
-    up to the last dot. Unused files are counted by suffix in `ignored`, and `unreadable` gets the reasons of others.
+    up to the last dot. Unused files are counted by suffix in `extras`, and `unreadable` gets the reasons of others.
     Raises UserError after the last image if a sample's files were apart, which only tars do."""
-    unlisted = (None if table else "", "", "")
+    default = (None if table else "", "", "")
     shards = []  # hashes of keys, per stream
     orphans = array("q")  # hashes of keys without an image
     is_apart = False
@@ -184,8 +184,8 @@ def samples(streams: list, table: dict, options, ignored: Counter, unreadable: s
             elif any(name.lower().endswith(tuple(BESIDE)) for name in group):
                 orphans.append(hash(key))
             rows = {splitext(name)[0]: {} for name in images}
-            others = sorted(group.keys() - images, key=lambda name: (splitext(name)[1].lower() != ".json", name))
-            for name in others:  # .cls and .txt overrule .json
+            sidecars = sorted(group.keys() - images, key=lambda name: (splitext(name)[1].lower() != ".json", name))
+            for name in sidecars:  # .cls and .txt overrule .json
                 stem, suffix = splitext(name)
                 row = {}
                 if len(rows) == 1:
@@ -195,17 +195,17 @@ def samples(streams: list, table: dict, options, ignored: Counter, unreadable: s
                         row = read_beside(name, group[name], options)
                 except UserError as error:
                     unreadable.add(f"{name!r}: {error}")
-                    ignored[f"unreadable {suffix}"] += 1
+                    extras[f"unreadable {suffix}"] += 1
                     continue
                 if row:
                     rows[stem] |= row
                     has_beside = True
                 elif not table or basename(name).lower() not in TABLES:
-                    ignored[suffix or basename(name)] += 1
+                    extras[suffix or basename(name)] += 1
             for name in images:
                 stem = splitext(name)[0]
                 label_beside, caption_beside = class_and_caption(rows[stem], options, set())
-                label, caption, split = table.get(name) or table.get(stem, unlisted)
+                label, caption, split = table.get(name) or table.get(stem, default)
                 if options.labels == "auto" and label_beside:
                     label = label or label_beside
                 yield name, group[name], (label, caption or caption_beside, split)
@@ -280,15 +280,15 @@ def folder_classes(places: list[Place], labels: str) -> None:
     same for all training images, unless there is no other. Raises UserError if `labels` names none of several."""
     paths = [place.path for place in places if place.split != "val"]
     columns = [*itertools.zip_longest(*paths, fillvalue="")] or [()]
-    kept = [k for k, names in enumerate(columns) if len({*names}) > 1] or [len(columns) - 1]
-    outer = {*columns[kept[0]]}
+    depths = [k for k, names in enumerate(columns) if len({*names}) > 1] or [len(columns) - 1]
+    outer = {*columns[depths[0]]}
     is_pair = len(outer) > 1 and any(map(PAIR.fullmatch, outer))
-    if labels == "folder" and (is_pair or len(kept) > 1):
-        levels = [f"--labels=folder:{i} ({listed(columns[k])})" for i, k in enumerate(kept[:3], 1)]
+    if labels == "folder" and (is_pair or len(depths) > 1):
+        levels = [f"--labels=folder:{i} ({listed(columns[k])})" for i, k in enumerate(depths[:3], 1)]
         raise UserError(f"which folders are the classes? {', '.join(levels)}, --labels=none; --pairs has second images")
     level = int(labels.partition(":")[2] or 1)
     for place in places:
-        path = [name for k, name in enumerate(place.path) if k in kept]
+        path = [name for k, name in enumerate(place.path) if k in depths]
         place.label = "".join(path[level - 1 : level])
 
 
@@ -316,9 +316,9 @@ def classify(places: list[Place], labels: str, row: str | None = None) -> list[s
         return []
     if labels.startswith("folder"):
         folder_classes(places, labels)
-    trained = {place.label for place in places if place.split != "val"}
+    train_labels = {place.label for place in places if place.split != "val"}
     for place in places:
-        if place.label not in trained:
+        if place.label not in train_labels:
             place.split = None
     places = [place for place in places if place.split is not None]
     absent = [place for place in places if place.label is None] or [place for place in places if not place.label]

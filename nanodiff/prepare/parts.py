@@ -74,7 +74,7 @@ def write_part(number: int, items: list[Item], source: Source, folder: Path) -> 
         for group in note["groups"]:
             check_file(folder, group["shard"])
         return note
-    done, skipped, losses = decode_items(items, source.sizes, *source.look)
+    done, faults, losses = decode_items(items, source.sizes, *source.look)
     alike = {}  # (split, shape) -> items
     for item in done:
         split = "val" if item.is_val else "train"
@@ -92,6 +92,6 @@ def write_part(number: int, items: list[Item], source: Source, folder: Path) -> 
                 "rows": {name: [item.rows[name] for item in members] for name in members[0].rows},
             }
         )
-    note = {"items": len(items), "losses": losses, "skipped": skipped, "groups": groups}
+    note = {"items": len(items), "losses": losses, "skipped": faults, "groups": groups}
     write_note(file, note)
     return note

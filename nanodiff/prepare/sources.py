@@ -103,7 +103,7 @@ def open_source(source: str, path: str, options: Options) -> Source:
     if source == "auto":
         source = detect(file)
     if source in CONTAINERS:
-        found = read_images(file, source, options)
+        result = read_images(file, source, options)
     else:
         for setting in ("aspect_buckets", "labels", "file_column", "label_column", "caption_column", "captions"):
             value = getattr(options, setting)
@@ -111,19 +111,19 @@ def open_source(source: str, path: str, options: Options) -> Source:
                 raise UserError(
                     f"{setting}={value!r} is for image files, not source={source!r}; labels accepted: auto, none"
                 )
-        found = READERS[source](file, options)
+        result = READERS[source](file, options)
         if path:
-            found.files = [file, *sorted(file.glob("*"))]
-    found.files.append(at(options.labels))
+            result.files = [file, *sorted(file.glob("*"))]
+    result.files.append(at(options.labels))
     if options.labels == "none":
-        found.class_names = []
+        result.class_names = []
     for setting in ("range", "latents"):
         value = getattr(options, setting)
-        if value and setting not in found.meta:
+        if value and setting not in result.meta:
             raise UserError(f"{setting}={value!r} is for arrays beyond 8 bits, in .npz or .npy; latents have no range")
-    if options.resolution and not found.sizes:
-        found.sizes = [(options.resolution, options.resolution)]
-    return found
+    if options.resolution and not result.sizes:
+        result.sizes = [(options.resolution, options.resolution)]
+    return result
 
 
 def state_of(files: list[str | Path]) -> str:
@@ -144,15 +144,15 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     table = find_table(streams, options)
     facts_of = table or {}
     unknown = set(facts_of)
-    ignored = Counter()
+    extras = Counter()
     unreadable = set()
-    read = functools.partial(samples, streams, facts_of, options, ignored, unreadable)
+    read = functools.partial(samples, streams, facts_of, options, extras, unreadable)
     places = {}
     place_of = []  # of each image
     num_captions = 0
     ratios = array("d")
-    wanted = SUFFIXES if options.aspect_buckets else ()  # files whose content is read
-    for name, payload, (label, caption, split) in read(wanted):
+    content_suffixes = SUFFIXES if options.aspect_buckets else ()  # files whose content is read
+    for name, payload, (label, caption, split) in read(content_suffixes):
         if options.labels == "file":
             start, underscore, _ = basename(name).partition("_")
             label = start if underscore else ""
@@ -164,8 +164,8 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         num_captions += bool(caption)
         if options.aspect_buckets:
             ratios.append(aspect_ratio(payload))
-    if ignored:
-        print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in ignored.most_common(20)))
+    if extras:
+        print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in extras.most_common(20)))
     if not places:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
     places = list(places.values())
@@ -179,9 +179,9 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         "caption_column": num_captions,
         "captions": num_captions,
     }
-    for setting, found in needs.items():
+    for setting, evidence in needs.items():
         value = getattr(options, setting)
-        if value and not found:
+        if value and not evidence:
             raise UserError(f"{setting}={value!r}: {path} has none in a table or beside an image")
     class_names = classify(places, options.labels, table and min(unknown or table))
     print_places(places)
@@ -247,18 +247,18 @@ def read_cifar10(path: Path, options: Options) -> Source:
     """The binary version's tar: records of 1 label byte and 3x32x32 image bytes."""
 
     def blocks():
-        left = set(CIFAR10_BATCHES)
+        batches = set(CIFAR10_BATCHES)
         for member, data in read_tar(tuple(CIFAR10_BATCHES), path):
             name = basename(member)
-            if name in left:
-                left.remove(name)
+            if name in batches:
+                batches.remove(name)
                 with reading(path):
                     records = np.frombuffer(data, np.uint8).reshape(-1, 3073)
                 images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
                 split = "val" if name == "test_batch.bin" else "train"
                 yield split, images, records[:, 0]
-        if left:
-            raise UserError(f"{path} lacks {', '.join(sorted(left))}; wanted: CIFAR-10's binary version")
+        if batches:
+            raise UserError(f"{path} lacks {', '.join(sorted(batches))}; wanted: CIFAR-10's binary version")
 
     return array_source(blocks(), 60_000, CIFAR10_CLASSES, options)
 
@@ -307,9 +307,9 @@ def read_idx(path: Path, options: Options) -> Source:
     for file in files.values():
         images.append(open_idx(file, 3))
         name = file.name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
-        beside = next(file.parent.glob(f"{name}*"), file)
-        if beside != file:
-            labels.append(open_idx(beside, 1))
+        label_file = next(file.parent.glob(f"{name}*"), file)
+        if label_file != file:
+            labels.append(open_idx(label_file, 1))
     counts = [*map(len, images)]
     num_labels = [*map(len, labels)]
     if labels and num_labels != counts:
@@ -388,8 +388,8 @@ def read_arrays(path: Path, options: Options) -> Source:
                 f"accepted: (N, {encoder.latent_channels}, h, w) of {options.latents}, times its scale "
                 f"{encoder.scale:g}: deviation about 1"
             )
-        stored = ((z / encoder.scale + encoder.shift).astype(np.float16) for z in images)
-        source = array_source([("", stored, labels)], *facts)
+        latents = ((z / encoder.scale + encoder.shift).astype(np.float16) for z in images)
+        source = array_source([("", latents, labels)], *facts)
         source.meta = {"kind": "latents", "latents": describe_latents(encoder, options.latents) | {"parts": 1}}
         return source
     low, high = options.range or (least, most)
@@ -398,14 +398,14 @@ def read_arrays(path: Path, options: Options) -> Source:
     if low == high:
         raise UserError(f"{path} holds the value {low:g} alone; accepted: uint8, or prepare_data with --range=LOW,HIGH")
 
-    def scaled():
+    def scaled_images():
         for image in images:
             share = (image.astype(np.float64) - low) / (high - low)
             x = 2 * share - 1
             source.num_clipped += int(np.sum(abs(x) > 1 + 1e-9))
             yield x.clip(-1, 1).astype(np.float16)
 
-    source = array_source([("", scaled(), labels)], *facts)
+    source = array_source([("", scaled_images(), labels)], *facts)
     source.meta = {"kind": "arrays", "dtype": str(images.dtype), "range": (low, high)}
     return source
 
@@ -428,9 +428,9 @@ def read_numbers(name: str, path: Path) -> tuple[list[str], np.ndarray]:
     return names, rows
 
 
-def add_numbers(source: Source, name: str, where: str) -> None:
+def add_numbers(source: Source, name: str, location: str) -> None:
     """Give each item its row of the numbers in a file."""
-    path = at(where)
+    path = at(location)
     names, array = read_numbers(name, path)
     if not array.any():
         raise UserError(f"{name}={str(path)!r} holds nothing but zeros")
@@ -446,31 +446,31 @@ def add_numbers(source: Source, name: str, where: str) -> None:
     source.items = (item._replace(rows=item.rows | {name: row}) for item, row in rows)
 
 
-def check_different(names: list[str], what: str) -> None:
+def check_different(names: list[str], title: str) -> None:
     if len(set(names)) < len(names):
-        raise UserError(f"{what}: several of the images have one name, such as two tars' 000.png")
+        raise UserError(f"{title}: several of the images have one name, such as two tars' 000.png")
 
 
 def matched(source: Source, names: list, num_rows: int, setting: str, path: Path, key=str) -> Iterator:
     """Each item and its row: by name, key(item.name), or for arrays by the item's position."""
-    what = f"{setting}={str(path)!r}"
+    title = f"{setting}={str(path)!r}"
     if not source.unread:
         if names:
-            raise UserError(f"{what} has names, images of arrays have none; accepted: {setting} alone, in their order")
+            raise UserError(f"{title} has names, images of arrays have none; accepted: {setting} alone, in their order")
         if num_rows != source.num_images:
-            raise UserError(f"{what} has {num_rows:,} {setting} for {source.num_images:,} images")
+            raise UserError(f"{title} has {num_rows:,} {setting} for {source.num_images:,} images")
         return zip(source.items, range(num_rows))
     rows = {name: row for row, name in enumerate(names)}
     if len(rows) != num_rows:
-        raise UserError(f"{what} has {len(rows):,} different names for {num_rows:,} {setting}; image files need names")
+        raise UserError(f"{title} has {len(rows):,} different names for {num_rows:,} {setting}; image files need names")
     images = [item.name for item in source.unread()]
-    check_different(images, what)
+    check_different(images, title)
     absent = [name for name in images if key(name) not in rows]
     if absent:
-        raise UserError(f"{what} has none for {len(absent):,} of {len(images):,} images, such as {absent[0]!r}")
+        raise UserError(f"{title} has none for {len(absent):,} of {len(images):,} images, such as {absent[0]!r}")
     unused = rows.keys() - map(key, images)
     if unused:
-        print0(f"{what}: {len(unused):,} {setting} belong to no image, such as {min(unused)!r}")
+        print0(f"{title}: {len(unused):,} {setting} belong to no image, such as {min(unused)!r}")
     return ((item, rows[key(item.name)]) for item in source.items)
 
 
@@ -478,11 +478,11 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
 # Second images
 
 
-def add_pairs(source: Source, where: str, scaling: str) -> None:
+def add_pairs(source: Source, location: str, scaling: str) -> None:
     """Give each item its second image: from a folder, the file with its path except the suffix; for arrays, a row.
 
     `scaling`: nearest or area."""
-    path = at(where)
+    path = at(location)
 
     def stem(name):
         return splitext(name)[0]

@@ -67,7 +67,7 @@ def refuse_useless(config, description: dict, conditions: list[str], is_resumed)
     """
     kind, _ = OBJECTIVES[config["objective"]]
     is_latent = description["kind"] == "latents"
-    if kind.is_map and config.given.keys() & {"timesteps", "timestep_std", "t_range"} and not is_resumed:
+    if kind.is_map and config.overrides.keys() & {"timesteps", "timestep_std", "t_range"} and not is_resumed:
         raise UserError("a flow map draws t by its own rule; accepted: no timesteps, timestep_std, t_range")
     if config["objective"] == "eps" and config["noise_schedule"] == "cosine" and is_latent and not is_resumed:
         raise UserError("objective=eps on latents draws noise with noise_schedule=cosine; accepted: linear")
