@@ -37,6 +37,7 @@ from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).parent
 # What other programs call a setting
 ALIASES = {
     "learning_rate": "lr",
@@ -125,8 +126,7 @@ def check(settings: Settings, name: str, value, place: str = ""):
         near = ALIASES.get(name)
         if near not in settings:
             near = nearest(name.replace("-", "_"), settings)
-            folder = Path(__file__).parent
-            for file in [*folder.glob("scripts/*.py"), *folder.glob("nanodiff/sampling/settings.py")]:
+            for file in [*ROOT.glob("scripts/*.py"), *ROOT.glob("nanodiff/sampling/settings.py")]:
                 source, _, _ = file.read_text(encoding="utf-8").partition("configure(globals()")
                 if f"\n{name} = " in source:
                     near += f"; {file.stem.replace('settings', 'sample')} has it"
@@ -157,7 +157,7 @@ def read_settings(globals_: dict, modules=()) -> Settings:
     source = Path(globals_["__file__"]).read_text(encoding="utf-8").partition("configure(globals()")[0]
     values = dict(globals_)
     for module in modules:
-        text = (Path(__file__).parent / f"nanodiff/{module}.py").read_text(encoding="utf-8")
+        text = (ROOT / f"nanodiff/{module}.py").read_text(encoding="utf-8")
         groups = re.findall(r"^ +# Only .*\n(?: +(?:\w+: .* = .*  #|#  ) .*\n)+", text, re.M)
         for group in groups or [text]:
             lines = re.sub(r": .* = (.*?),?  #", r" = \1  #", textwrap.dedent(group))
@@ -192,10 +192,10 @@ def read_preset(settings: Settings, path: str) -> dict:
     try:
         file = Path(path)
         if not file.is_file():
-            file = Path(__file__).parent / path
+            file = ROOT / path
         nodes = ast.parse(file.read_bytes(), path).body
     except (SyntaxError, ValueError, OSError) as error:
-        presets = [f"runs/{file.name}" for file in Path(__file__).parent.glob("runs/*.py")]
+        presets = [f"runs/{file.name}" for file in ROOT.glob("runs/*.py")]
         raise ValueError(
             f"{path!r} is no --key=value and no preset: {error}; nearest: {nearest(path, presets)}"
         ) from None

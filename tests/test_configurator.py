@@ -112,7 +112,7 @@ def test_preset_path_is_relative_to_here_then_to_the_repository(script, preset, 
     monkeypatch.chdir(tmp_path)
     preset("depth = 5")
     assert script("preset.py")["depth"] == 5
-    monkeypatch.setattr("configurator.__file__", str(tmp_path / "repo" / "configurator.py"))
+    monkeypatch.setattr("configurator.ROOT", tmp_path / "repo")
     for place, depth in (("repo/runs", 7), ("runs", 8)):
         preset(f"depth = {depth}", f"{place}/d.py")
         assert script("runs/d.py")["depth"] == depth
@@ -190,7 +190,7 @@ def test_help_prints_every_setting_with_default_and_comment(script, capsys, monk
 
 def test_a_module_declares_settings_where_it_uses_them(script, tmp_path, monkeypatch):
     """Fields and parameters under "# Only ..." are settings like the script's; others, and other comments, are not."""
-    monkeypatch.setattr("configurator.__file__", str(tmp_path / "configurator.py"))
+    monkeypatch.setattr("configurator.ROOT", tmp_path)
     fields = "    # Only depth > 12\n    sizes: tuple[int, ...] = (16, 8)  # in pixels\n    #     of a map\n"
     rate = "        # Only depth > 12\n        rate: float = 0.5,  # [0, 1): a rate\n"  # of a method
     fields = f"class A:\n    wide: int = 1  # no setting\n{fields}{rate}"

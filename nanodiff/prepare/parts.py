@@ -42,8 +42,8 @@ def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> I
             pending.append(pool.submit(write_part, number, items, source, folder))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        for future in pending:
+            yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -200,12 +200,13 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
                 yield Item(name, payload, place.number, is_val, caption=caption)
 
     if options.captions:
-        if not options.captions.endswith(".tsv") or options.captions == options.labels:
+        captions = at(options.captions)
+        if captions.suffix != ".tsv" or options.captions == options.labels:
             raise UserError(f"captions={options.captions!r}; accepted: another .tsv, to be written")
-        if at(options.captions).exists():
-            print0(f"captions: {options.captions} is there already and stays as it is")
+        if captions.exists():
+            print0(f"captions: {captions} is there already and stays as it is")
         else:
-            with writing(at(options.captions)) as file:
+            with writing(captions) as file:
                 names = []
                 for item in items():
                     names.append(item.name)
