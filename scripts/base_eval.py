@@ -99,19 +99,19 @@ compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 result = {"metric": metric}
 name = data
-loaded = None
+run = None
 source = samples or features  # in messages
 if samples:
-    measured = Samples(samples)
-    name = name or measured.data
+    image_set = Samples(samples)
+    name = name or image_set.data
 elif not features:
-    loaded = load_run(model, device, checkpoint_step, ema)
-    source = loaded.source
-    name = name or loaded.data["name"]
+    run = load_run(model, device, checkpoint_step, ema)
+    source = run.source
+    name = name or run.data["name"]
     with contextlib.suppress(UserError):  # there may be no such set
-        if not data and open_dataset(name).sha256 != loaded.data["sha256"]:
+        if not data and open_dataset(name).sha256 != run.data["sha256"]:
             print0(f"note: {name!r} was made anew after {source} was trained: it may have seen held-out images")
-    result |= loaded.described()
+    result |= run.described()
     result["dtype"] = str(compute_dtype).removeprefix("torch.")
 if not (name or reference or features):
     raise UserError(f"{source} does not say which data set it belongs to: give data=...")
@@ -121,44 +121,44 @@ if not (name or reference or features):
 
 if metric in ("loss", "bpd"):
     dataset = open_dataset(name, "val")
-    if loaded.num_classes:
+    if run.num_classes:
         if not dataset.num_classes:
-            raise UserError(f"data={name!r} has no labels, {source} has {loaded.num_classes} classes")
-        dataset = dataset.relabelled(match_labels(dataset.class_names, loaded.data["class_names"], f"data={name!r}"))
+            raise UserError(f"data={name!r} has no labels, {source} has {run.num_classes} classes")
+        dataset = dataset.relabelled(match_labels(dataset.class_names, run.data["class_names"], f"data={name!r}"))
     verify(dataset, ["val"])
-    codec = load_codec(loaded.data, device, autoencoder)
+    codec = load_codec(run.data, device, autoencoder)
     codec.accept(dataset)
-    measured = loaded.model, loaded.process, dataset, codec
+    inputs = run.model, run.process, dataset, codec
     num_images = min(num_images or 400, len(dataset))
     result["data"] = dataset.name
     result["num_images"] = num_images
 
 if metric == "loss":
     with autocast:
-        loss, quarters = validation_loss(*measured, num_images, batch_size, seed)
-        if not loaded.process.is_gaussian:  # t is not uniform: the quarters have few images near t = 0 and 1
+        loss, quarters = validation_loss(*inputs, num_images, batch_size, seed)
+        if not run.process.is_gaussian:  # t is not uniform: the quarters have few images near t = 0 and 1
             few = math.ceil(num_images / 20)
             edges = [0, *np.linspace(0.02, 0.98, 19).tolist(), 1]
-            by_t = [validation_loss(*measured, few, batch_size, seed, part)[0] for part in pairwise(edges)]
+            by_t = [validation_loss(*inputs, few, batch_size, seed, part)[0] for part in pairwise(edges)]
             result["loss_by_t"] = by_t
             print0("loss by t: [0, 0.02], 18 parts of 0.053, [0.98, 1]: " + " ".join(f"{x:.3f}" for x in by_t))
     result |= {"loss": loss} | {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 
 elif metric == "bpd":
-    if not loaded.process.is_gaussian:
+    if not run.process.is_gaussian:
         raise UserError(f"metric=bpd: {source} was trained with flow matching; accepted: objective eps, x0 or v")
-    if loaded.data["kind"] != "images":
-        raise UserError(f"metric=bpd: {source} was trained on {loaded.data['kind']}; accepted: models of pixels")
+    if run.data["kind"] != "images":
+        raise UserError(f"metric=bpd: {source} was trained on {run.data['kind']}; accepted: models of pixels")
     with autocast:
-        result |= bits_per_dim(*measured, num_images, batch_size, seed)
-    result["timesteps"] = loaded.process.num_timesteps
+        result |= bits_per_dim(*inputs, num_images, batch_size, seed)
+    result["timesteps"] = run.process.num_timesteps
 
 elif metric == "features":
-    found = metrics.file_features(features, num_images)
-    known = metrics.file_features(reference_features)
+    stats = metrics.file_features(features, num_images)
+    reference_stats = metrics.file_features(reference_features)
     if is_first_rank():
-        num_images = len(found.logits)
-        result |= metrics.compare("fd_features", found, known)
+        num_images = len(stats.logits)
+        result |= metrics.compare("fd_features", stats, reference_stats)
         result |= {"features": features, "reference": reference_features, "num_images": num_images}
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,42 +167,42 @@ elif metric == "features":
 else:
     is_distance = metric in metrics.DISTANCES  # to real images
     if samples:
-        num_images = min(num_images or measured.num_images, measured.num_images)
-        names = measured.class_names
-        plan = [measured]
+        num_images = min(num_images or image_set.num_images, image_set.num_images)
+        names = image_set.class_names
+        plan = [image_set]
     else:
         num_images = num_images or (5000 if is_distance else 400)
         counts = steps.split(",")
         if not all(count.isdecimal() for count in counts):
             raise UserError(f"steps={steps!r}; accepted: a whole number, or several, comma-separated")
-        drawn = open_samples(loaded, seed=seed, low_res=low_res, autoencoder=autoencoder)
-        drawn.in_proportion(name, reference_split, num_images)
+        model_samples = open_samples(run, seed=seed, low_res=low_res, autoencoder=autoencoder)
+        model_samples.in_proportion(name, reference_split, num_images)
         plan = []
-        for chosen in sampler.split(","):
+        for sampler_name in sampler.split(","):
             for count in counts:
-                settings = settings_for(loaded, **config | {"sampler": chosen, "steps": int(count)})
-                plan.append(replace(drawn, settings=settings))
-        measured = plan[0]
+                settings = settings_for(run, **config | {"sampler": sampler_name, "steps": int(count)})
+                plan.append(replace(model_samples, settings=settings))
+        image_set = plan[0]
         config |= settings.named if len(plan) == 1 else settings.guidance
-        config.defaults |= settings_for(loaded).named  # the file's name says what differs from the run's own
-        names = loaded.class_names
+        config.defaults |= settings_for(run).named  # the file's name says what differs from the run's own
+        names = run.class_names
         result["batch_size"] = batch_size
-    result |= measured.protocol
+    result |= image_set.protocol
     result["num_images"] = num_images
     if is_distance and num_images < 10:
         raise UserError(f"metric={metric} needs 10 images or more, got {num_images}")
-    if not is_distance and not measured.num_classes:
+    if not is_distance and not image_set.num_classes:
         raise UserError(f"metric={metric}: {source} has no classes")
-    has_classes = metric not in ("fid", "fd_simclr") and measured.num_classes and not reference
-    labels = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
+    has_classes = metric not in ("fid", "fd_simclr") and image_set.num_classes and not reference
+    labels = image_set.labels(np.arange(num_images))  # (N,) the class that each image should show
     if not reference:
         dataset = metrics.image_set(name, reference_split)
         result["data"] = dataset.name
         if metric == "well_formed" and dataset.name not in SHAPES:
             raise UserError(f"metric=well_formed: data={dataset.name!r}; accepted: {', '.join(SHAPES)}")
         shape = (dataset.channels, dataset.resolution, dataset.resolution)
-        if measured.shape != shape and measured.shape[1:] not in dataset.buckets:
-            raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
+        if image_set.shape != shape and image_set.shape[1:] not in dataset.buckets:
+            raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {image_set.shape}")
         if has_classes and names:  # number the classes as the data set does
             labels = np.array(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
         elif has_classes and labels.max() >= dataset.num_classes:
@@ -212,10 +212,10 @@ else:
         network = metrics.load_network(metric, name, device, judge)
         result["network"] = network.title
         if reference:
-            known = metrics.load_stats(reference, network.num_features)
+            reference_stats = metrics.load_stats(reference, network.num_features)
             result["reference"] = reference
         elif is_distance:
-            known = metrics.reference_features(dataset, network)
+            reference_stats = metrics.reference_features(dataset, network)
             result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
         if has_classes and network.num_classes != dataset.num_classes:
             has_classes = False
@@ -224,43 +224,43 @@ else:
         if is_distance and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
 
-    def judged(drawn, ids, labels) -> dict:
+    def measure(image_set, ids, labels) -> dict:
         """Figures of these images, which should show these classes; on the first rank, {} on the others."""
-        batches = drawn.batches(ids, batch_size)
+        batches = image_set.batches(ids, batch_size)
         if metric == "well_formed":
-            images = gather_batches(drawn.images, batches, "samples")
+            images = gather_batches(image_set.images, batches, "samples")
             return measure_form(np.concatenate(images), labels) if images else {}
-        found = metrics.collect_features(drawn.images, batches, network, "samples")
-        if not found:
+        stats = metrics.collect_features(image_set.images, batches, network, "samples")
+        if not stats:
             return {}
-        row = metrics.compare(metric, found, known) if is_distance else {}
+        row = metrics.compare(metric, stats, reference_stats) if is_distance else {}
         if has_classes:
-            is_right = found.logits.argmax(1).numpy() == labels
+            is_right = stats.logits.argmax(1).numpy() == labels
             row |= share_by_class(is_right, labels, dataset.class_names, "class_accuracy")
         return row
 
     rows = []  # figures, one row for each sampler and number of steps
-    varied = ("sampler", "steps", "network_evaluations") if len(plan) > 1 else ()
-    for measured in plan:
-        row = {key: measured.protocol[key] for key in varied}
+    columns = ("sampler", "steps", "network_evaluations") if len(plan) > 1 else ()
+    for image_set in plan:
+        row = {key: image_set.protocol[key] for key in columns}
         with autocast:
-            row |= judged(measured, np.arange(num_images), labels)
-        if bad := int(over_ranks(measured.not_finite)):
+            row |= measure(image_set, np.arange(num_images), labels)
+        if bad := int(over_ranks(image_set.not_finite)):
             raise UserError(f"metric={metric}: {bad:,} of {num_images:,} images of {source} are not finite (NaN)")
         rows.append(row)
-    for key in varied:
+    for key in columns:
         del result[key]
-    result |= {"rows": rows} if varied else rows[0]
+    result |= {"rows": rows} if columns else rows[0]
 
     # The same figures for as many real images of the other split
     if not reference:
-        other = "val" if reference_split == "train" else "train"
-        n = min(num_images, dataset.meta["splits"].get(other, {}).get("num_images", 0))
+        other_split = "val" if reference_split == "train" else "train"
+        n = min(num_images, dataset.meta["splits"].get(other_split, {}).get("num_images", 0))
         if n >= 10:
-            real = metrics.image_set(name, other)
-            verify(real, [other])
+            real = metrics.image_set(name, other_split)
+            verify(real, [other_split])
             ids = real.spread(n)
-            result["real_images"] = {"split": other, "num_images": n} | judged(real, ids, real.labels(ids))
+            result["real_images"] = {"split": other_split, "num_images": n} | measure(real, ids, real.labels(ids))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Save the figures and their protocol beside the run or the samples
@@ -277,15 +277,15 @@ for row in result.get("rows", [result]):
         if key in row:
             figure = text.format(row[key])
             if key in real:
-                of = "" if figures else f"{real['num_images']:,} real images: "
+                origin = "" if figures else f"{real['num_images']:,} real images: "
                 number = re.search("{.*}", text)[0]
-                figure += f" ({of}{number.format(real[key])})"
+                figure += f" ({origin}{number.format(real[key])})"
             figures.append(figure)
-    how = (
+    row_title = (
         "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if "rows" in result else ""
     )
-    print0(how + ", ".join(figures))
-words = [loaded.title if loaded else source, in_words(result), f"{num_images:,} images"]
+    print0(row_title + ", ".join(figures))
+words = [run.title if run else source, in_words(result), f"{num_images:,} images"]
 if "reference" in result:
     words.append(f"against {result['reference']}")
 print0(", ".join(filter(None, words)))
@@ -295,17 +295,17 @@ if num_images < config["num_images"]:
 path = at(source)
 folder = path.parent
 stem = path.name if path.is_dir() else path.stem
-if loaded:
-    folder = loaded.run_dir or at("")
-    stem = f"{loaded.step:06d}" if loaded.run_dir else loaded.path.stem
+if run:
+    folder = run.run_dir or at("")
+    stem = f"{run.step:06d}" if run.run_dir else run.path.stem
 if is_first_rank():
     # They change no figure, or are in the stem
     apart = ("model", "metric", "checkpoint_step", "samples", "features", "batch_size", "device_type")
-    if loaded and not loaded.is_named_by(model):  # then the name says which of several files
+    if run and not run.is_named_by(model):  # then the name says which of several files
         apart = apart[1:]
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")
     write_json(path, result)
     print0(f"written to {path}")
-    if loaded and loaded.run_dir:
-        refresh_report(loaded.run_dir)
+    if run and run.run_dir:
+        refresh_report(run.run_dir)
 leave_together()

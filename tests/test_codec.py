@@ -80,14 +80,14 @@ def test_a_model_that_is_tuned_keeps_its_normalisation(vae):
     make_data("more", resolution=24, train=9, val=9)
     theirs = make_codec(open_dataset("plain"), CPU).description
     for name in ("flips", "more"):
-        codec = make_codec(open_dataset(name), CPU, like=theirs)
+        codec = make_codec(open_dataset(name), CPU, source_data=theirs)
         assert all(codec.info[key] == theirs["latents"][key] for key in ("offset", "scale"))
         assert codec.shape == ((3, 6, 6) if name == "more" else (3, 4, 4)) and codec.description["name"] == name
         copies = 2 if name == "flips" else 1
         assert codec.info["copies"] == copies and codec.to_x0(stored(name, range(9))).shape == (9, *codec.shape)
     published = {key: value for key, value in theirs.items() if key != "latents"}
     own = make_codec(by_scale("plain"), CPU)
-    codec = make_codec(open_dataset("plain"), CPU, like=published)
+    codec = make_codec(open_dataset("plain"), CPU, source_data=published)
     assert torch.equal(codec.to_x0(stored("plain")), own.to_x0(stored("plain")))
 
 

@@ -324,7 +324,7 @@ def test_super_resolution(draw, tmp_path):
     images, labels, protocol = draw("--model=sr", "--num_images=26", "--batch_size=13")  # of 24 validation images
     val = open_dataset("tiny", "val")
     order = shuffled(np.arange(26) % 24, 24, (0,))
-    assert (labels == val.labels(order)).all() and protocol["low_res"] == val.described
+    assert (labels == val.labels(order)).all() and protocol["low_res"] == val.identity
     with Image.open(tmp_path / "drawn.png") as png:
         grid = np.asarray(png)
     first = torch.from_numpy(val.images(order[:1])).float()

@@ -8,7 +8,7 @@ from nanodiff.conditions import GIVEN
 from nanodiff.data.pixels import Arrays, Pixels
 
 # Keys that describe only the set; fine-tuning takes them from the new one
-OWN = ("name", "sha256", "resolution", "sizes", "num_classes", "class_names")
+SET_KEYS = ("name", "sha256", "resolution", "sizes", "num_classes", "class_names")
 
 
 def make_codec(
@@ -16,38 +16,38 @@ def make_codec(
     device,
     autoencoder: str = "",
     flip: bool = False,
-    like: dict | None = None,
+    source_data: dict | None = None,
 ) -> Pixels:
     """The codec for training: Latents for a latent set, or for images with the path of an `autoencoder`; else Pixels
     or Arrays.
 
     Latents are normalised by the autoencoder's published scale and shift if they are made on the fly or with
-    latent_norm=scale; else by the set's mean and deviation per channel. `like`: the description of the model that
-    training starts from, whose normalisation of latents and vectors is kept.
+    latent_norm=scale; else by the set's mean and deviation per channel. `source_data`: the description of the model
+    that training starts from, whose normalisation of latents and vectors is kept.
     """
-    stored = dataset.meta.get("latents")
-    if flip and stored and stored["copies"] < 2:
+    latents = dataset.meta.get("latents")
+    if flip and latents and latents["copies"] < 2:
         raise UserError(f"flip: {dataset.name!r} has no mirrored copies; make it with scripts.cache_latents --flip")
-    own = dataset.description
-    description = {key: value for key, value in (like or {}).items() if key not in OWN}
-    if description.get("kind") == "latents" or (not like and (stored or autoencoder)):
-        if stored:
-            description.setdefault("latents", stored)
+    set_info = dataset.description
+    description = {key: value for key, value in (source_data or {}).items() if key not in SET_KEYS}
+    if description.get("kind") == "latents" or (not source_data and (latents or autoencoder)):
+        if latents:
+            description.setdefault("latents", latents)
         from nanodiff.data.latents import latents_of  # a door: pixels need no autoencoder
 
         info = latents_of(description, autoencoder)
-        if not like and "mean" in info:
+        if not source_data and "mean" in info:
             info["offset"] = info.pop("mean")
             info["scale"] = info.pop("std")
-        if not stored:
+        if not latents:
             unit = info["downsample"]
-            own["resolution"] //= unit
-            for size in own.get("sizes", []):  # [height, width, number of images]
+            set_info["resolution"] //= unit
+            for size in set_info.get("sizes", []):  # [height, width, number of images]
                 size[:2] = size[0] // unit, size[1] // unit
         description |= {"kind": "latents", "channels": len(info["offset"]), "latents": info}
-    if like:
-        own = {key: value for key, value in own.items() if key in (*OWN, *GIVEN)}
-    codec = load_codec(own | description, device, autoencoder)
+    if source_data:
+        set_info = {key: value for key, value in set_info.items() if key in (*SET_KEYS, *GIVEN)}
+    codec = load_codec(set_info | description, device, autoencoder)
     codec.accept(dataset)
     return codec
 
@@ -68,11 +68,11 @@ def load_codec(description: dict, device, autoencoder: str = "") -> Pixels:
 
 def check_same_data(old: dict, new: dict, model_tag: str) -> None:
     """Raise UserError if a run would resume with data other than its checkpoint's; their location may differ."""
-    changed = [key for key in new if key not in ("name", "latents") and new[key] != old.get(key)]
+    differences = [key for key in new if key not in ("name", "latents") and new[key] != old.get(key)]
     old_latents = old.get("latents", {})
     new_latents = new.get("latents", {})
     for key in ("sha256", "offset", "scale"):
         if new_latents.get(key) != old_latents.get(key):
-            changed.append(f"{key} of the latents")
-    if changed:
-        raise UserError(f"{model_tag} was trained on data with other {', '.join(changed)}; use another model_tag")
+            differences.append(f"{key} of the latents")
+    if differences:
+        raise UserError(f"{model_tag} was trained on data with other {', '.join(differences)}; use another model_tag")

@@ -28,16 +28,16 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
     low = np.uint64(2 ** int(half) - 1)
     keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
     result = np.array(positions, np.uint64)
-    beyond = np.arange(len(result))
-    while len(beyond):
-        upper = result[beyond] >> half
-        lower = result[beyond] & low
+    rest = np.arange(len(result))
+    while len(rest):
+        upper = result[rest] >> half
+        lower = result[rest] & low
         for k in keys:
             mix = (lower ^ k) * np.uint64(0x9E3779B97F4A7C15)
             mix = (mix ^ mix >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
             upper, lower = lower, upper ^ (mix >> np.uint64(32) & low)
-        result[beyond] = upper << half | lower
-        beyond = beyond[result[beyond] >= num]
+        result[rest] = upper << half | lower
+        rest = rest[result[rest] >= num]
     return result.astype(np.int64)
 
 

@@ -83,7 +83,7 @@ class Dataset:
                 )
             part = self.meta["splits"][split]
             self.sha256 = json_hash(part)
-            self.described = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
+            self.identity = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
             self._shards = part["shards"]
             # (shards,) the index after the last image of each
             self._ends = np.cumsum([entry["num_images"] for entry in self._shards])
@@ -116,7 +116,7 @@ class Dataset:
     @property
     def description(self) -> dict:
         """What sampling needs to know of the training set; codecs and checkpoints keep it."""
-        described = {
+        result = {
             "name": self.name,
             "kind": self.meta["kind"],
             "channels": self.channels,
@@ -124,12 +124,12 @@ class Dataset:
             "sha256": self.sha256,
             **describe_conditions(self.meta),
         }
-        if described["kind"] == "arrays":
-            described["range"] = self.meta["range"]
-            described["dtype"] = self.meta["dtype"]
+        if result["kind"] == "arrays":
+            result["range"] = self.meta["range"]
+            result["dtype"] = self.meta["dtype"]
         if list(self.buckets) != [self._square]:
-            described["sizes"] = [[*size, len(bucket)] for size, bucket in self.buckets.items()]
-        return described
+            result["sizes"] = [[*size, len(bucket)] for size, bucket in self.buckets.items()]
+        return result
 
     def _open_shard(self, k: int) -> np.ndarray:
         entry = self._shards[k]
@@ -165,17 +165,17 @@ class Dataset:
         indices = np.asarray(indices, np.int64)
         shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
         order = np.argsort(indices)  # to read the disk forwards
-        stored = None
+        images = None
         for k in np.unique(shard_of):
             shard = self._shard(k)
-            if stored is None:
-                stored = np.empty((len(indices), *shard.shape[1:]), shard.dtype)
+            if images is None:
+                images = np.empty((len(indices), *shard.shape[1:]), shard.dtype)
             places = order[shard_of[order] == k]
-            stored[places] = shard[indices[places] - self._ends[k] + len(shard)]
+            images[places] = shard[indices[places] - self._ends[k] + len(shard)]
         cond = self.cond(indices)
         if "given_channels" in self.meta:
-            cond["given"] = stored[:, self.channels :]
-        return stored[:, : self.channels], cond
+            cond["given"] = images[:, self.channels :]
+        return images[:, : self.channels], cond
 
     def images(self, indices) -> np.ndarray:
         return self.rows(indices)[0]
@@ -190,52 +190,52 @@ class Dataset:
 
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
-        other = copy.copy(self)
-        other._rows = self._rows | {"y": np.array(numbers)[self._rows["y"]]}
-        return other
+        dataset = copy.copy(self)
+        dataset._rows = self._rows | {"y": np.array(numbers)[self._rows["y"]]}
+        return dataset
 
     def seen_by(self, model: dict) -> "Dataset":
         """The same images with the class numbers of the model that has this description, matched by name or by order
         (same_order). Classes new to the model follow its own; unlabelled images get its null class."""
-        known = model["class_names"]
-        own_names = self.class_names
-        if same_order(own_names, known):
-            own_names = known
-        names = list(dict.fromkeys(known + own_names))
-        numbers = [names.index(name) for name in own_names]
-        other = self.relabelled(numbers or [len(known)])
-        other.class_names = names
-        other.num_classes = len(names)
-        other.meta = self.meta | {"class_names": names}
-        return other
+        model_names = model["class_names"]
+        set_names = self.class_names
+        if same_order(set_names, model_names):
+            set_names = model_names
+        names = list(dict.fromkeys(model_names + set_names))
+        numbers = [names.index(name) for name in set_names]
+        dataset = self.relabelled(numbers or [len(model_names)])
+        dataset.class_names = names
+        dataset.num_classes = len(names)
+        dataset.meta = self.meta | {"class_names": names}
+        return dataset
 
 
-def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
-    """Map class names to the model's class numbers: by name if all are known, or by order (see same_order).
+def match_labels(names: list[str], vocabulary: list[str], subject: str) -> list[int]:
+    """Map class names to the model's class numbers: by name if all are in `vocabulary`, or by order (see same_order).
 
-    `what`: how the error message begins.
+    `subject`: how the error message begins.
     """
-    if set(names) <= set(known):
-        return [known.index(name) for name in names]
-    if same_order(names, known):
+    if set(names) <= set(vocabulary):
+        return [vocabulary.index(name) for name in names]
+    if same_order(names, vocabulary):
         return list(range(len(names)))
-    unknown = next(name for name in names if name not in known)
+    unknown = next(name for name in names if name not in vocabulary)
     raise UserError(
-        f"{what}: {unknown!r} of the {len(names)} classes here is not among the {len(known)} classes there; "
-        f"accepted: classes called {', '.join(known[:5])}, ..."
+        f"{subject}: {unknown!r} of the {len(names)} classes here is not among the {len(vocabulary)} classes there; "
+        f"accepted: classes called {', '.join(vocabulary[:5])}, ..."
     )
 
 
-def same_order(names: list[str], known: list[str]) -> bool:
+def same_order(names: list[str], vocabulary: list[str]) -> bool:
     """Can equally many classes be matched by order, as one side calls them "0", "1", ...?"""
     numbers = [*map(str, range(len(names)))]
-    return len(names) == len(known) and numbers in ([*names], [*known])
+    return len(names) == len(vocabulary) and numbers in ([*names], [*vocabulary])
 
 
-def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | None = None) -> Dataset:
+def open_dataset(name_or_path: str | Path, split: str = "train", source_data: dict | None = None) -> Dataset:
     """Open a split of a set: a name in $NANODIFF_BASE_DIR/data, a folder, or an embedded set, drawn on first use.
 
-    `like`: a model's description, whose class numbers the set then has (Dataset.seen_by).
+    `source_data`: a model's description, whose class numbers the set then has (Dataset.seen_by).
     """
     name = str(name_or_path)
     path = at(name).absolute()
@@ -244,15 +244,15 @@ def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | No
     if name in SHAPES and not is_set(path):
         make_shapes(name)
     if not is_set(path):
-        known = nearest(name, [file.parent.name for file in data_dir().glob("[!.]*/meta.json")])
+        neighbours = nearest(name, [file.parent.name for file in data_dir().glob("[!.]*/meta.json")])
         raise UserError(
-            f"no data set {name!r}; nearest in {data_dir()}: {known}; "
+            f"no data set {name!r}; nearest in {data_dir()}: {neighbours}; "
             f"drawn on first use: {', '.join(SHAPES)}; "
             "prepare another with `python -m scripts.prepare_data --path=... --name=...`, "
             "cifar10 with --source=cifar10 --name=cifar10"
         )
     dataset = Dataset(path, split)
-    return dataset.seen_by(like) if like else dataset
+    return dataset.seen_by(source_data) if source_data else dataset
 
 
 def make_shapes(name: str) -> None:
@@ -348,11 +348,11 @@ def open_npy(path: Path, *shape: int) -> np.ndarray:
 def raise_file_limit() -> int:
     """Raise the process's limit of open files to at most MAX_FILES, since each memory map keeps one; return it."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(most, MAX_FILES)
-    if limit < wanted:
+    target = min(most, MAX_FILES)
+    if limit < target:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-            return wanted
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, most))
+            return target
     return limit
 
 
@@ -366,12 +366,12 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
     manifest = {}
     with writing(path, manifest) as file:
         np.save(file, array)
-    written = manifest[path.name]
+    facts = manifest[path.name]
     entry = {
         "file": path.name,
         "num_images": len(array),
-        "bytes": written["size"],
-        "sha256": written["sha256"],
+        "bytes": facts["size"],
+        "sha256": facts["sha256"],
     }
     if len(set(array.shape[2:])) == 2:  # an image that is not square
         entry["size"] = array.shape[2:]
@@ -492,8 +492,9 @@ class DatasetWriter:
 
     def __exit__(self, kind, error, traceback):
         try:
-            made = self.wait and is_set(self.path)  # by another process; on some file systems even despite the lock
-            if kind is None and not made:
+            # By another process; on some file systems even despite the lock
+            is_complete = self.wait and is_set(self.path)
+            if kind is None and not is_complete:
                 self._finish()
         finally:
             if not any(self.folder.glob("notes/*[0-9].json")):

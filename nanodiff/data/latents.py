@@ -118,9 +118,9 @@ def latents_of(description: dict, autoencoder: str) -> dict:
         return dict(description["latents"])
     if autoencoder:
         return describe_latents(open_autoencoder(autoencoder), autoencoder)
-    unknown = Autoencoder()
-    unknown.latent_channels = description["channels"]
-    return describe_latents(unknown, "")
+    placeholder = Autoencoder()
+    placeholder.latent_channels = description["channels"]
+    return describe_latents(placeholder, "")
 
 
 def check_sides(dataset, unit: int) -> None:

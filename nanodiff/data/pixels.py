@@ -80,10 +80,10 @@ class Pixels:
         model_info = self.description | overrides
         data_info = dataset.description
         for key in ("kind", "channels", "resolution", "range", *FACTS[1:]):  # classes are matched by name
-            has = data_info.get(key) or 0
-            wants = model_info.get(key) or 0
-            if has != wants:
-                raise UserError(f"data={dataset.name!r} has {key} {has}, the model wants {wants}")
+            data_value = data_info.get(key) or 0
+            model_value = model_info.get(key) or 0
+            if data_value != model_value:
+                raise UserError(f"data={dataset.name!r} has {key} {data_value}, the model wants {model_value}")
 
     def to_x0(self, batch, flip=None, randn_like=None) -> Tensor:
         """What the data set stores -> x0, fp32; mirrored where `flip` (N,) is True.

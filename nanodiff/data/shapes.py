@@ -93,9 +93,9 @@ def draw_masks(label: int, poses: np.ndarray, resolution: int) -> np.ndarray:
     per_block = max(1, 2**20 // side**2)  # about a million points at once fit in the cache
     for start in range(0, len(poses), per_block):
         block = slice(start, start + per_block)
-        radius, left, top = poses[block].T.astype(np.float32)[:, :, None, None]  # (n, 1, 1) each
-        x = (grid[None, None, :] - left) / radius  # (n, 1, side)
-        y = (grid[None, :, None] - top) / radius  # (n, side, 1)
+        radius, centre_x, centre_y = poses[block].T.astype(np.float32)[:, :, None, None]  # (n, 1, 1) each
+        x = (grid[None, None, :] - centre_x) / radius  # (n, 1, side)
+        y = (grid[None, :, None] - centre_y) / radius  # (n, side, 1)
         points = inside(CLASS_NAMES[label], x, y)  # (n, side, side)
         points = points.reshape(-1, resolution, SUPERSAMPLES, resolution, SUPERSAMPLES)
         masks[block] = points.mean((2, 4), dtype=np.float32)

@@ -12,32 +12,32 @@ from nanodiff.dist import from_first_rank, over_ranks
 from nanodiff.files import reading, writing
 
 
-def cached(path: Path, datasets: list[Dataset], others: list, compute) -> Tensors | None:
+def cached(path: Path, datasets: list[Dataset], extras: list, compute) -> Tensors | None:
     """What compute() returns, {name: tensor}, cached at `path` under the hash of the splits that it reads, which are
     verified before, and of other arrays and bytes.
 
     Called by all ranks. Only the first rank gets the tensors; on the others compute() may return None.
     """
-    hashed = hashlib.sha256("".join(dataset.sha256 for dataset in datasets).encode())
-    for x in others:
-        hashed.update(np.ascontiguousarray(x))
-    key = hashed.hexdigest()
-    found = None
+    hasher = hashlib.sha256("".join(dataset.sha256 for dataset in datasets).encode())
+    for x in extras:
+        hasher.update(np.ascontiguousarray(x))
+    key = hasher.hexdigest()
+    tensors = None
     if is_first_rank() and path.exists():
         with reading(path, "is damaged: delete it, and it is computed again"):
             arrays = {**np.load(path)}
             if str(arrays.pop("key")) == key:
-                found = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if from_first_rank(found is not None):
-        return found
+                tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if from_first_rank(tensors is not None):
+        return tensors
     for dataset in datasets:  # else damaged images would shape what is kept after their repair
         verify(dataset, [dataset.split])
     over_ranks(0, name="the verifying of the images")
-    found = compute()
+    tensors = compute()
     if is_first_rank():
         try:
             with writing(path) as file:
-                np.savez(file, **found, key=key)
+                np.savez(file, **tensors, key=key)
         except OSError as error:  # a data set on a read-only disk: the next call computes it again
             print0(f"warning: {path} cannot be written: {error.strerror}")
-    return found
+    return tensors

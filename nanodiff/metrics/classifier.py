@@ -98,8 +98,8 @@ def shift(images: Tensor, generator: torch.Generator) -> Tensor:
     """Move each image by up to 1/8 of its size, repeating the edges."""
     n, _, h, w = images.shape
     most = h // 8
-    padded = F.pad(images.float(), [most] * 4, mode="replicate")
-    windows = padded.unfold(2, h, 1).unfold(3, w, 1)  # (N, C, 2 most + 1, 2 most + 1, H, W), a view
+    canvas = F.pad(images.float(), [most] * 4, mode="replicate")
+    windows = canvas.unfold(2, h, 1).unfold(3, w, 1)  # (N, C, 2 most + 1, 2 most + 1, H, W), a view
     rows, cols = torch.randint(2 * most + 1, (2, n), generator=generator)
     return windows[torch.arange(n), :, rows, cols].to(images.dtype)
 
@@ -153,9 +153,9 @@ def initialise(classifier: Classifier, seed: int = 0) -> Classifier:
 
 def load_images(dataset, resolution: int, seed: int = 0):
     """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
-    chosen = np.sort(torch.randperm(dataset.num_images, generator=make_generator(seed))[:MAX_IMAGES])
-    parts = [shrink(torch.as_tensor(dataset.images(rows)), resolution) for rows in dataset.batches(chosen, 1000)]
-    return torch.cat(parts), torch.as_tensor(dataset.labels(chosen))
+    indices = np.sort(torch.randperm(dataset.num_images, generator=make_generator(seed))[:MAX_IMAGES])
+    parts = [shrink(torch.as_tensor(dataset.images(rows)), resolution) for rows in dataset.batches(indices, 1000)]
+    return torch.cat(parts), torch.as_tensor(dataset.labels(indices))
 
 
 def with_weights(tensors: Tensors, resolution: int, device) -> Classifier:

@@ -30,7 +30,7 @@ from nanodiff.metrics.inception import load_inception
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, inputs_of
 
 DISTANCES = ("fid", "fd_classifier", "fd_simclr")
-KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB for Inception
+MAX_VECTORS = 10_000  # feature vectors kept for KID, precision and recall; 82 MB for Inception
 SIMCLR = Path(__file__).parents[2] / "runs" / "records" / "simclr_cifar10.safetensors"
 VERSION = 1  # bump when an image's features change: cached ones are then recomputed
 
@@ -41,7 +41,7 @@ class Features:
 
     mu: Tensor  # (F,) float64
     sigma: Tensor  # (F, F) float64
-    some: Tensor | None = None  # (n, F): up to KEPT of the vectors, chosen at random and in random order
+    some: Tensor | None = None  # (n, F): up to MAX_VECTORS of the vectors, chosen at random and in random order
     logits: Tensor | None = None  # (N, K) in the order of the images
 
 
@@ -80,22 +80,22 @@ def collect_features(images_of, batches: Batches, network, label: str = "") -> F
     """
     all_ids = np.concatenate(batches)
     generator = make_generator(0)
-    chosen = torch.randperm(len(all_ids), generator=generator)[:KEPT]
-    kept = np.sort(all_ids)[chosen]
+    places = torch.randperm(len(all_ids), generator=generator)[:MAX_VECTORS]
+    subset = np.sort(all_ids)[places]
     sums = torch.zeros(network.num_features + 1, network.num_features + 1, dtype=torch.float64)
 
     def compute(ids):
         x, logits = network.features(images_of(ids))  # (n, F), (n, K)
         sums.add_(outer_sums(x))
-        return x[np.isin(ids, kept)], logits
+        return x[np.isin(ids, subset)], logits
 
     rows = gather_batches(compute, batches, label)
     mu, sigma = mean_and_covariance(over_ranks(sums))
     if not is_first_rank():
         return None
     some, logits = map(torch.cat, zip(*rows))
-    shuffled = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice, too
-    return Features(mu, sigma, some[shuffled], logits[np.argsort(all_ids)])
+    order = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice, too
+    return Features(mu, sigma, some[order], logits[np.argsort(all_ids)])
 
 
 def file_features(path: str, num_images: int = 0) -> Features | None:
@@ -113,10 +113,10 @@ def load_stats(path: str, num_features: int) -> Features:
     """Reference statistics in an .npz: mu and sigma, as in ADM's and EDM's files; ours also have `some`."""
     with reading(path), np.load(at(path)) as file:
         names = ["mu", "sigma", *({"some"} & file.keys())]
-        found = Features(*(torch.from_numpy(file[name].astype(np.float64)) for name in names))
-    if found.sigma.shape != (num_features, num_features):
-        raise UserError(f"{path} holds a sigma of shape {tuple(found.sigma.shape)}, expected {num_features} features")
-    return found
+        stats = Features(*(torch.from_numpy(file[name].astype(np.float64)) for name in names))
+    if stats.sigma.shape != (num_features, num_features):
+        raise UserError(f"{path} holds a sigma of shape {tuple(stats.sigma.shape)}, expected {num_features} features")
+    return stats
 
 
 def reference_features(dataset: Dataset, network) -> Features | None:
@@ -125,17 +125,17 @@ def reference_features(dataset: Dataset, network) -> Features | None:
     Cached beside the set in stats_NETWORK_SPLIT.npz, which load_stats reads too.
     """
     weights = [x.cpu() for x in network.state_dict().values()]
-    key = f"{VERSION} {KEPT}".encode()
+    key = f"{VERSION} {MAX_VECTORS}".encode()
 
     def compute():
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
         batches = dataset.batches(np.arange(len(dataset)), 64)
-        found = collect_features(dataset.images, batches, network, "reference")
-        return found and {"mu": found.mu, "sigma": found.sigma, "some": found.some}
+        stats = collect_features(dataset.images, batches, network, "reference")
+        return stats and {"mu": stats.mu, "sigma": stats.sigma, "some": stats.some}
 
     path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
-    found = cached(path, [dataset], [key, *weights], compute)
-    return found and Features(**found)
+    tensors = cached(path, [dataset], [key, *weights], compute)
+    return tensors and Features(**tensors)
 
 
 def compare(metric: str, samples: Features, reference: Features) -> dict:
@@ -174,8 +174,8 @@ def sample_quality(metric: str, dataset, num_images: int, codec, model_config):
         samples = ModelSamples(model, process, codec, settings, inputs=inputs)
         samples.in_proportion(dataset.name, "train", num_images)
         batches = samples.batches(np.arange(num_images), batch_size)
-        found = collect_features(samples.images, batches, network, "samples")
+        stats = collect_features(samples.images, batches, network, "samples")
         samples.check_finite(num_images)
-        return from_first_rank(found and compare(metric, found, reference), "samples' figures")
+        return from_first_rank(stats and compare(metric, stats, reference), "samples' figures")
 
     return measure

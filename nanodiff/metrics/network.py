@@ -21,8 +21,8 @@ class Network(nn.Module):
         """`forward` in batches, for any tensor or array of images; returns float32 on the CPU."""
         device = next(self.parameters()).device
         with full_float32(device):  # the caller may be sampling under autocast
-            found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(self.batch_size)]
-        features, logits = map(torch.cat, zip(*found))
+            outputs = [self(batch.to(device)) for batch in torch.as_tensor(images).split(self.batch_size)]
+        features, logits = map(torch.cat, zip(*outputs))
         return features.cpu(), logits.cpu()
 
 
@@ -30,7 +30,7 @@ def share_by_class(is_right: np.ndarray, labels: np.ndarray, class_names: list[s
     """{name: the share of images that are right, name_of: {class: its share}}, of `is_right` and `labels` (N,)."""
     by_class = {}
     for k, class_name in enumerate(class_names):
-        asked = labels == k
-        if asked.any():
-            by_class[class_name] = round(float(is_right[asked].mean()), 4)
+        members = labels == k
+        if members.any():
+            by_class[class_name] = round(float(is_right[members].mean()), 4)
     return {name: float(is_right.mean()), f"{name}_of": by_class}

@@ -101,7 +101,7 @@ def inputs_of(dataset, codec, config) -> dict[str, Inputs]:
 
     labels = dataset.labels(np.arange(len(dataset)))
     return {
-        name: Inputs(functools.partial(read, name), dataset.buckets, labels, dataset.described, True)
+        name: Inputs(functools.partial(read, name), dataset.buckets, labels, dataset.identity, True)
         for name in row_shapes(config)
         if name != "y"
     }

@@ -212,16 +212,16 @@ def go_back(run_dir: Path, step: int) -> bool:
     whether there were any."""
     later = [path for s, path in list_checkpoints(run_dir, "*/step_*") if s > step]
     for path in run_dir.glob("eval_*.json"):
-        if (found := re.match(r"eval_[a-z_]+_(\d{6,})", path.name)) and int(found[1]) > step:
+        if (match := re.match(r"eval_[a-z_]+_(\d{6,})", path.name)) and int(match[1]) > step:
             later.append(path)
     if not later:
         return False
-    left = Path(tempfile.mkdtemp(dir=run_dir.parent, prefix=f"{run_dir.name}.left_"))
+    archive = Path(tempfile.mkdtemp(dir=run_dir.parent, prefix=f"{run_dir.name}.left_"))
     for file in run_dir.glob("metrics.jsonl"):  # unless somebody has removed it
-        shutil.copy(file, left)
+        shutil.copy(file, archive)
     for path in later:
-        path.rename(left / path.name)
-    print0(f"back at step {step}: later checkpoints, grids and the log are now in {left}")
+        path.rename(archive / path.name)
+    print0(f"back at step {step}: later checkpoints, grids and the log are now in {archive}")
     return True
 
 
@@ -255,7 +255,7 @@ def trim_metrics(path: Path, step: int) -> None:
     with open(path, "rb") as file:
         for text in file:
             place += len(text)
-            found = re.match(rb'{"step": (\d+)\b.*}\n', text)  # "step" comes first; parsing the JSON would be slow
-            if found and int(found[1]) < step + (b'"train/loss"' in text):
+            match = re.match(rb'{"step": (\d+)\b.*}\n', text)  # "step" comes first; parsing the JSON would be slow
+            if match and int(match[1]) < step + (b'"train/loss"' in text):
                 end = place
     os.truncate(path, end)
