@@ -200,7 +200,7 @@ else:
         result["data"] = dataset.name
         if metric == "well_formed" and dataset.name not in SHAPES:
             raise UserError(f"metric=well_formed: data={dataset.name!r}; accepted: {', '.join(SHAPES)}")
-        shape = (dataset.channels, dataset.resolution, dataset.resolution)
+        shape = dataset.channels, dataset.resolution, dataset.resolution
         if image_set.shape != shape and image_set.shape[1:] not in dataset.buckets:
             raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {image_set.shape}")
         if has_classes and names:  # number the classes as the data set does

@@ -97,8 +97,7 @@ class DataLoader:
         number, step = self.bucket(step)
         bucket = list(self.dataset.buckets.values())[number]
         first_row = (micro_step * self.world + self.rank) * self.device_batch_size
-        first = step * self.total_batch_size + first_row
-        positions = np.arange(first, first + self.device_batch_size)
+        positions = step * self.total_batch_size + first_row + np.arange(self.device_batch_size)
         epochs, offsets = np.divmod(positions, len(bucket))
         parts = [
             shuffled(offsets[epochs == epoch], len(bucket), (self.seed, int(epoch), number))
@@ -113,8 +112,6 @@ class DataLoader:
         next epoch. The order of an epoch's batches is a function of (seed, epoch).
         """
         counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
-        if len(counts) == 1:
-            return 0, step
 
         def batches(epochs):
             return epochs * counts // self.total_batch_size

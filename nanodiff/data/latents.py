@@ -36,8 +36,10 @@ class Latents(Pixels):
             self.info["parts"] = self.autoencoder.parts
             return
         if latents["sha256"] != self.info["sha256"]:
-            vae_name = self.info["autoencoder"]
-            raise UserError(f"{dataset.name!r} holds latents of {latents['autoencoder']}, the model wants {vae_name}'s")
+            raise UserError(
+                f"{dataset.name!r} holds latents of {latents['autoencoder']}, "
+                f"the model wants {self.info['autoencoder']}'s"
+            )
         super().accept(dataset, channels=self.shape[0] * latents["parts"] * latents["copies"])
         self.info["parts"] = latents["parts"]
         self.info["copies"] = latents["copies"]

@@ -36,10 +36,10 @@ def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution
     """(n, 3, resolution, resolution) uint8 of labels (n,), colours (n, 3) and poses (n, 3)."""
     images = np.empty((len(labels), 3, resolution, resolution), np.uint8)
     for label in range(len(CLASS_NAMES)):
-        i = np.flatnonzero(labels == label)
-        coverage = draw_masks(label, poses[i], resolution)[:, None]  # (n, 1, resolution, resolution)
-        pixels = GROUND[:, None, None] + coverage * (colours[i] - GROUND)[:, :, None, None]
-        images[i] = np.rint(pixels).astype(np.uint8)
+        is_label = labels == label
+        coverage = draw_masks(label, poses[is_label], resolution)[:, None]  # (n, 1, resolution, resolution)
+        pixels = GROUND[:, None, None] + coverage * (colours[is_label] - GROUND)[:, :, None, None]
+        images[is_label] = np.rint(pixels).astype(np.uint8)
     return images
 
 
@@ -94,8 +94,8 @@ def draw_masks(label: int, poses: np.ndarray, resolution: int) -> np.ndarray:
     for start in range(0, len(poses), per_block):
         block = slice(start, start + per_block)
         radius, centre_x, centre_y = poses[block].T.astype(np.float32)[:, :, None, None]  # (n, 1, 1) each
-        x = (grid[None, None, :] - centre_x) / radius  # (n, 1, side)
-        y = (grid[None, :, None] - centre_y) / radius  # (n, side, 1)
+        x = (grid - centre_x) / radius  # (n, 1, side)
+        y = (grid[:, None] - centre_y) / radius  # (n, side, 1)
         points = inside(CLASS_NAMES[label], x, y)  # (n, side, side)
         points = points.reshape(-1, resolution, SUPERSAMPLES, resolution, SUPERSAMPLES)
         masks[block] = points.mean((2, 4), dtype=np.float32)

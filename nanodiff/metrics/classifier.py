@@ -184,6 +184,6 @@ def get_classifier(train, val, device) -> Classifier:
         print0(f"training a classifier on {train.path.name!r}, once, to judge samples ({train.num_images:,} images)")
         return host_copy(train_classifier(train, val, device).state_dict())
 
-    key = f"{VERSION} {train.num_classes}".encode()
-    weights = cached(train.path / "classifier.npz", [train, val], [key], compute)
+    path = train.path / "classifier.npz"
+    weights = cached(path, [train, val], [f"{VERSION} {train.num_classes}".encode()], compute)
     return with_weights(from_first_rank(weights, "the classifier"), train.resolution, device)

@@ -80,12 +80,7 @@ def inception_score(logits: Tensor, splits: int = 10) -> tuple[float, float]:
     return float(scores.mean()), float(scores.std(correction=0))
 
 
-def precision_recall(
-    real: Tensor,
-    fake: Tensor,
-    k: int = 3,
-    batch_size: int = 1000,
-) -> tuple[float, float]:
+def precision_recall(real: Tensor, fake: Tensor, k: int = 3, batch_size: int = 1000) -> tuple[float, float]:
     """Precision and recall of fake features (M, F) against real ones (N, F) (Kynkaanniemi et al. 2019, eq. 2 and 3).
 
     Precision is the fraction of fake points within the real manifold, recall the reverse. A manifold is the union of

@@ -125,7 +125,6 @@ def reference_features(dataset: Dataset, network) -> Features | None:
     Cached beside the set in stats_NETWORK_SPLIT.npz, which load_stats reads too.
     """
     weights = [x.cpu() for x in network.state_dict().values()]
-    key = f"{VERSION} {MAX_VECTORS}".encode()
 
     def compute():
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
@@ -134,7 +133,7 @@ def reference_features(dataset: Dataset, network) -> Features | None:
         return stats and {"mu": stats.mu, "sigma": stats.sigma, "some": stats.some}
 
     path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
-    tensors = cached(path, [dataset], [key, *weights], compute)
+    tensors = cached(path, [dataset], [f"{VERSION} {MAX_VECTORS}".encode(), *weights], compute)
     return tensors and Features(**tensors)
 
 
