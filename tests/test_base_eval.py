@@ -39,7 +39,7 @@ def test_what_a_validation_loss_is_of(run_dir, run_script):
     images, labels = draw_shapes(24, seed=24)  # those of the validation split, with the classes in another order
     with DatasetWriter("turned", CLASS_NAMES[::-1]) as writer:
         for split in ("train", "val"):
-            writer.append(split, images, 7 - labels)
+            writer.append(split, images, y=7 - labels)
     assert evaluate(run_script, "loss", "--data=turned")["loss"] == one["loss"]  # other classes: tests/test_dataset.py
     # At step 0 the output is 0: under flow matching the loss is then E|noise - x0|^2 = 1 + E x0^2, whatever t
     of_nothing = evaluate(run_script, "loss", "--checkpoint_step=0")
@@ -178,7 +178,7 @@ def test_models_without_classes_or_colours(base, run_script, quick_classifier):
     with DatasetWriter("tiny", CLASS_NAMES) as writer:
         for split in ("train", "val"):
             images, labels = draw_shapes(24, seed=len(split))
-            writer.append(split, images[:, :1], labels)
+            writer.append(split, images[:, :1], y=labels)
     for tag, class_cond in (("a", False), ("b", True)):
         make_run(run_script, tag, f"--class_cond={class_cond}")
         result = evaluate(run_script, "fd_classifier", *FEW, f"--model={tag}")

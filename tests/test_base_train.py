@@ -306,7 +306,7 @@ def test_a_run_of_forty_steps(tiny, run_script):
     assert loss[-1] < loss[0] < 1.9  # v = noise - x0 has variance 1 + var(x0) for a model that knows nothing
 
 
-def test_changed_settings_and_data(tiny, run_script):
+def test_changed_settings_and_data(tiny, run_script, capsys):
     """Settings change on request, but for those that make the model; what is refused does not touch the run."""
     args = (*TINY, "--model_tag=a")
     first = run_script("base_train", *args)["run_dir"]
@@ -324,6 +324,10 @@ def test_changed_settings_and_data(tiny, run_script):
     moved = first.parents[1] / "moved"
     (first.parents[1] / "data" / "tiny").rename(moved)
     run_script("base_train", *args, *changed, f"--data={moved}", "--resume=changed")
+    make_data(train=72, val=25)
+    assert "validation split has changed" not in capsys.readouterr().out
+    run_script("base_train", *args, *changed, "--resume=changed")
+    assert "the validation split has changed since the run began" in capsys.readouterr().out
     make_data(train=73, overwrite=True)
     refused("other sha256", run_script, "base_train", *args, *changed, "--resume=changed")
 

@@ -15,6 +15,7 @@ from nanodiff.common import StackedGenerator
 from nanodiff.data.codec import load_codec, make_codec
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import to_model_range, to_uint8
+from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.timesteps import FOR_FLOW, FOR_GAUSSIAN, make_timesteps
@@ -89,6 +90,18 @@ def test_a_model_that_is_tuned_keeps_its_normalisation(vae):
     own = make_codec(by_scale("plain"), CPU)
     codec = make_codec(open_dataset("plain"), CPU, source_data=published)
     assert torch.equal(codec.to_x0(stored("plain")), own.to_x0(stored("plain")))
+
+
+def test_classes_without_a_training_image_are_named(base, capsys):
+    """Unless the model that is tuned has learned them."""
+    make_data("few", class_names=[*CLASS_NAMES, "void", "nil"], train=100)
+    theirs = make_codec(open_dataset("few"), CPU).description
+    line = "2 of the classes have no training image: void, nil"
+    assert line in capsys.readouterr().out
+    make_codec(open_dataset("few"), CPU, source_data=theirs)
+    assert line not in capsys.readouterr().out
+    make_codec(open_dataset("few"), CPU, source_data=theirs | {"class_names": []})
+    assert line in capsys.readouterr().out
 
 
 def test_latents_cached_elsewhere_are_what_a_published_model_sees(vae, base, run_script, tmp_path):

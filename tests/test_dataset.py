@@ -31,8 +31,8 @@ def few_shapes(base, monkeypatch):
 
 def write(name="toy", class_names="abcde", **options):
     with DatasetWriter(name, class_names, **options) as writer:
-        writer.append("train", IMAGES[:40], LABELS[:40])
-        writer.append("val", IMAGES[40:], LABELS[40:])
+        writer.append("train", IMAGES[:40], y=LABELS[:40])
+        writer.append("val", IMAGES[40:], y=LABELS[40:])
     return writer.path
 
 
@@ -71,7 +71,7 @@ def test_facts_and_both_ways_to_name_a_set(base):
 
 def test_an_existing_set_is_replaced_only_when_asked_and_as_a_whole(base):
     with pytest.raises(ZeroDivisionError), DatasetWriter("toy", "ab") as writer:
-        writer.append("train", IMAGES[:2], [0, 1])
+        writer.append("train", IMAGES[:2], y=[0, 1])
         1 / 0  # noqa: B018
     assert not (base / "data" / "toy").exists() and not leftovers(base)
     for name in (".toy.tmp-killed_1", ".toy2.tmp-other", ".toy.tmp-b.parts"):  # the last is of a set "toy.tmp-b"
@@ -81,14 +81,14 @@ def test_an_existing_set_is_replaced_only_when_asked_and_as_a_whole(base):
     for name in leftovers(base):
         (base / "data" / name).rmdir()
     (base / "data" / "toy" / "notes").mkdir()  # left by a kill at the very end
-    refused("exists already", write)
+    refused("toy exists already and is complete", write)
     assert not (base / "data" / "toy" / "notes").exists()
     write(class_names=[], overwrite=True)
     assert open_dataset("toy").num_classes == 0 and not leftovers(base)
     assert open_dataset("toy").labels([3, 2]).tolist() == [0, 0]
     (base / "data" / "mine").mkdir()
     (base / "data" / "mine" / "thesis.txt").write_text("precious")
-    refused("no data set", write, "mine", overwrite=True)
+    refused("mine exists already and is no data set", write, "mine", overwrite=True)
     assert (base / "data" / "mine" / "thesis.txt").exists()
 
 
@@ -222,7 +222,7 @@ def test_shapes_are_drawn_once_though_several_ask_at_once(base):
 def test_a_file_system_without_locks_is_no_hindrance(base, monkeypatch):
     monkeypatch.setattr("nanodiff.files.fcntl.flock", Mock(side_effect=OSError(errno.ENOTSUP, "no locks")))
     with DatasetWriter("toy", "abcde", wait=True) as slow:
-        slow.append("train", IMAGES, LABELS)
+        slow.append("train", IMAGES, y=LABELS)
         write()  # another process is faster
     assert open_dataset("toy").num_images == 40 and not leftovers(base)
 

@@ -59,7 +59,7 @@ def test_a_perfect_model_of_an_unbalanced_set_scores_as_real_images_do(base):
     kept = (labels == 0) | (np.arange(2400) % 40 < 8)
     with DatasetWriter("head", CLASS_NAMES) as writer:
         for split, part in (("train", slice(1200)), ("val", slice(1200, 2400))):
-            writer.append(split, images[part][kept[part]], labels[part][kept[part]])
+            writer.append(split, images[part][kept[part]], y=labels[part][kept[part]])
     train, val = open_dataset("head"), open_dataset("head", "val")
     n, network, known = len(val), make_network(), val.labels(range(len(val)))
     model = SimpleNamespace(config=SimpleNamespace(num_classes=8))

@@ -137,7 +137,7 @@ def test_a_set_is_seen_with_the_classes_of_a_model(base):
         stored = f"set{len(classes)}{labels[0]}"
         with DatasetWriter(stored, classes) as writer:  # two images of each class, or two unlabelled ones
             n = max(len(classes), 1)
-            writer.append("train", draw_shapes(2 * n, 0, 8)[0], [*range(n)] * 2 if classes else None)
+            writer.append("train", draw_shapes(2 * n, 0, 8)[0], y=[*range(n)] * 2)
         stored = open_dataset(stored, "train")
         seen = stored.seen_by({"class_names": known})
         assert seen.class_names == seen.meta["class_names"] == names and seen.num_classes == len(names)

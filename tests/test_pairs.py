@@ -31,7 +31,7 @@ def make_set(name, second=None, images_of=lambda images: images, **meta):
                 given = second(images)
                 writer.meta |= {"given_channels": given.shape[1], "given_scaling": "nearest"}
                 images = np.concatenate([images, given], axis=1)
-            writer.append(split, images, labels)
+            writer.append(split, images, y=labels)
 
 
 def gray(images):

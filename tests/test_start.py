@@ -58,6 +58,9 @@ def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, c
     out = capsys.readouterr().out
     for setting in ("objective=eps", "noise_schedule=linear"):
         assert f"trained with {setting}, it must relearn its target" in out
+    next(published.model.parameters()).data[0] = torch.nan
+    line = r"init_from: .*dit.pt.* has NaN or infinity in \w+"
+    refused(line, start_from, empty_model(DIT), published, config, published.class_names)
     # Our own export of it holds its heads
     run_script("export", "--model=told", "--form=meta", f"--out={tmp_path / 'again.pt'}", "--ema=raw")
     capsys.readouterr()

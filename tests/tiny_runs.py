@@ -45,7 +45,7 @@ def make_data(name="tiny", resolution=16, class_names=CLASS_NAMES, overwrite=Fal
             if n:
                 images, labels = draw_shapes(n, seed=n, resolution=resolution)
                 vectors = {"vectors": vectors_of(labels)} if vectors_of else {}
-                writer.append(split, images, labels % len(class_names) if class_names else None, **vectors)
+                writer.append(split, images, y=labels % max(1, len(class_names)), **vectors)
 
 
 def make_optimizer(

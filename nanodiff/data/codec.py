@@ -3,12 +3,14 @@
 Checkpoints keep a codec's `description`. make_codec makes a codec for training, load_codec loads a trained model's.
 """
 
-from nanodiff.common import UserError
+import numpy as np
+
+from nanodiff.common import UserError, print0
 from nanodiff.conditions import GIVEN
 from nanodiff.data.pixels import Arrays, Pixels
 
 # Keys that describe only the set; fine-tuning takes them from the new one
-SET_KEYS = ("name", "sha256", "resolution", "sizes", "num_classes", "class_names")
+SET_KEYS = ("name", "sha256", "val_sha256", "resolution", "sizes", "num_classes", "class_names")
 
 
 def make_codec(
@@ -47,6 +49,11 @@ def make_codec(
         description |= {"kind": "latents", "channels": len(info["offset"]), "latents": info}
     if source_data:
         set_info = {key: value for key, value in set_info.items() if key in (*SET_KEYS, *GIVEN)}
+    # A model that keeps its classes has learned them from other images
+    if dataset.num_classes and not (source_data and source_data["class_names"]):
+        empty = np.delete(dataset.class_names, dataset.labels(slice(None)))
+        if empty.size:
+            print0(f"note: {empty.size:,} of the classes have no training image: {', '.join(empty[:20])}")
     codec = load_codec(set_info | description, device, autoencoder)
     codec.accept(dataset)
     return codec
@@ -68,7 +75,7 @@ def load_codec(description: dict, device, autoencoder: str = "") -> Pixels:
 
 def check_same_data(old: dict, new: dict, model_tag: str) -> None:
     """Raise UserError if a run would resume with data other than its checkpoint's; their location may differ."""
-    differences = [key for key in new if key not in ("name", "latents") and new[key] != old.get(key)]
+    differences = [key for key in new if key not in ("name", "latents", "val_sha256") and new[key] != old.get(key)]
     old_latents = old.get("latents", {})
     new_latents = new.get("latents", {})
     for key in ("sha256", "offset", "scale"):
@@ -76,3 +83,5 @@ def check_same_data(old: dict, new: dict, model_tag: str) -> None:
             differences.append(f"{key} of the latents")
     if differences:
         raise UserError(f"{model_tag} was trained on data with other {', '.join(differences)}; use another model_tag")
+    if new["val_sha256"] != old.get("val_sha256", new["val_sha256"]):
+        print0("note: the validation split has changed since the run began: its earlier losses do not compare")

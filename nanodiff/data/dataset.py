@@ -75,7 +75,7 @@ class Dataset:
             self.channels = self.meta["channels"]
             self.resolution = self.meta["resolution"]
             self._depth = self.channels + self.meta.get("given_channels", 0)
-            self._square = (self.resolution, self.resolution)
+            self._square = self.resolution, self.resolution
             if split not in self.meta["splits"]:
                 raise UserError(
                     f"data set {path.name!r} has no split {split!r}, only {', '.join(self.meta['splits'])}; "
@@ -122,6 +122,7 @@ class Dataset:
             "channels": self.channels,
             "resolution": self.resolution,
             "sha256": self.sha256,
+            "val_sha256": json_hash(self.meta["splits"].get("val")),
             **describe_conditions(self.meta),
         }
         if result["kind"] == "arrays":
@@ -154,9 +155,8 @@ class Dataset:
         """Ascending indices in batches, each of one bucket."""
         cuts = np.searchsorted(indices, [bucket.stop for bucket in self.buckets.values()])
         batches = []
-        for part in np.split(indices, cuts[:-1]):
-            if len(part):
-                batches += in_batches(part, batch_size)
+        for part in filter(len, np.split(indices, cuts[:-1])):
+            batches += in_batches(part, batch_size)
         return batches
 
     def rows(self, indices):
@@ -262,7 +262,7 @@ def make_shapes(name: str) -> None:
             return
         for split in SPLITS:
             images, labels = map(np.concatenate, zip(*draw_split(split, seed=0, resolution=SHAPES[name])))
-            writer.append(split, images, labels)
+            writer.append(split, images, y=labels)
 
 
 def files_of(part: dict) -> list[dict]:
@@ -379,7 +379,7 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
 
 
 class DatasetWriter:
-    """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
+    """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, y=labels)`.
 
     Writes to a hidden folder, renamed when the block ends, removed when it raises. Until the first images, `.meta` may
     be changed: class_names ([] = unlabelled), resolution (0 = the images'), given_channels and given_scaling of second
@@ -414,15 +414,13 @@ class DatasetWriter:
         busy = f"data set {path.name!r} is being prepared by another process"
         tmp = f".{path.name}.tmp-"
         self._lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(tmp + 8 * "[a-z0-9_]",))
-        may_replace = False
+        state = "no data set" if path.exists() else ""
         if is_set(path):
             shutil.rmtree(path / "notes", ignore_errors=True)  # left by a writer killed as it ended
-            may_replace = self.overwrite or wait
-        if path.exists() and not may_replace:
+            state = "" if self.overwrite or wait else "complete (--overwrite replaces it)"
+        if state:
             self._lock.close()
-            raise UserError(
-                f"{path} exists already; choose another --name (--overwrite replaces it unless it is no data set)"
-            )
+            raise UserError(f"{path} exists already and is {state}; choose another --name")
         self.folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=tmp))
         return self
 
@@ -441,11 +439,9 @@ class DatasetWriter:
         os.makedirs(plan_file.parent, exist_ok=True)
         write_json(plan_file, plan)
 
-    def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
+    def append(self, split: str, images: np.ndarray, **cond) -> None:
         """Write (n, C, H, W) images, n > 0, of one bucket, and n rows of each condition: labels y (n,)
         below len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
-        if y is not None:
-            cond["y"] = y
         per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)  # without the header
         for ids in in_batches(np.arange(len(images)), per_shard):
             number = len(self._parts[split])

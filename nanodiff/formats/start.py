@@ -107,6 +107,9 @@ def start_from(model, base: Loaded, config: dict, class_names: list[str]) -> lis
     # A flow map's h_embed stays new: it has no effect before it is trained
     weights = {name: x for name, x in state.items() if name.startswith("h_embed")}
     base_state = base.model.state_dict()
+    for name, x in base_state.items():
+        if not x.isfinite().all():
+            raise UserError(f"init_from: {base.source} has NaN or infinity in {name}")
     new = [*(weights.keys() - base_state)]
     weights |= base_state
     for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # a new second image has no effect at first, either
