@@ -68,16 +68,16 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
 def get_dist():
     """(rank, local_rank, world_size) from torchrun; (0, 0, 1) without it. Refuses several tasks of srun or mpirun."""
     get = os.environ.get
-    if not get("RANK"):
-        # Not SLURM_NTASKS: salloc and sbatch set it for tasks that may never start. Those of srun belong to a step
-        counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-        tasks = max(int(get(name) or 1) for name in counts)
-        if tasks > 1:
-            raise UserError(f"{tasks} tasks without RANK: start them by torchrun or runs/multinode.sh")
+    # Not SLURM_NTASKS: salloc and sbatch set it for tasks that may never start. Those of srun belong to a step
+    counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     try:
-        return int(get("RANK") or 0), int(get("LOCAL_RANK") or 0), int(get("WORLD_SIZE") or 1)
+        tasks = max(int(get(name) or 1) for name in counts)
+        ranks = int(get("RANK") or 0), int(get("LOCAL_RANK") or 0), int(get("WORLD_SIZE") or 1)
     except ValueError as error:
-        raise UserError(f"RANK, LOCAL_RANK, WORLD_SIZE in the environment: {error}; accepted: torchrun's") from None
+        raise UserError(f"RANK, LOCAL_RANK, WORLD_SIZE or tasks in the environment: {error}") from None
+    if tasks > 1 and not get("RANK"):
+        raise UserError(f"{tasks} tasks without RANK: start them by torchrun or runs/multinode.sh")
+    return ranks
 
 
 def is_first_rank() -> bool:
