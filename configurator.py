@@ -44,6 +44,7 @@ ALIASES = {
     "batch_size": "total_batch_size",
     "epochs": "num_epochs",
     "device": "device_type",
+    "max_steps": "num_iterations",
     "given": "pairs",
 }
 KINDS = {bool: "True or False", int: "an integer", float: "a finite number", str: "a string"}
@@ -123,9 +124,10 @@ def cast(kind: type, value):
 def check(settings: Settings, name: str, value, place: str = ""):
     """Convert a value, perhaps given as text, to the setting's type. Raises ValueError with the line for the user."""
     if name not in settings:
-        near = ALIASES.get(name)
+        word = name.replace("-", "_")
+        near = ALIASES.get(word)
         if near not in settings:
-            near = nearest(name.replace("-", "_"), settings)
+            near = nearest(word, settings)
             for file in [*ROOT.glob("scripts/*.py"), *ROOT.glob("nanodiff/sampling/settings.py")]:
                 source, _, _ = file.read_text(encoding="utf-8").partition("configure(globals()")
                 if f"\n{name} = " in source:

@@ -19,7 +19,7 @@ with DatasetWriter("shapes_half_cross", CLASS_NAMES, overwrite=True) as writer:
         classes = np.where(i % 2, CLASS_NAMES.index("cross"), i // 2 % len(CLASS_NAMES))
         rng = np.random.default_rng(n)
         colours = COLOURS[rng.integers(len(COLOURS), size=n)]
-        writer.append(split, paint(classes, colours, draw_poses(n, rng), 16), classes)
+        writer.append(split, paint(classes, colours, draw_poses(n, rng), 16), y=classes)
 EOF
 python3 -m scripts.base_train --init_from=without_cross --data=shapes_half_cross --model_tag=with_cross \
     --lora_rank=4 --num_iterations=400 --total_batch_size=64 "$@"
