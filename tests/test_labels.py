@@ -274,6 +274,11 @@ def test_a_split_column_is_obeyed(tmp_path, capsys):
     write(path / "a" / "metadata.csv", "file,label,split\n" + "".join(f"{i}.jpg,x,{i}\n" for i in range(6)))
     assert read(path) == {("x", False): 6}
     assert "columns read: file, label; not used: split" in capsys.readouterr().out
+    for splits, name in ((3 * ["test", ""], "test"), (3 * ["train", "holdout"], "train")):
+        rows = "".join(f"{i}.jpg,x,{split}\n" for i, split in enumerate(splits))
+        write(path / "a" / "metadata.csv", "file,label,split\n" + rows)
+        read(path)
+        assert f"the table's split is not used: it has {name} alone" in capsys.readouterr().out
     write(path / "a" / "metadata.csv", "file,label,class\n0.jpg,x,y\n")
     refused("columns label and class; --label_column takes one", read, path)
     refused("file_column='f': .* has none", read, pack(tmp_path / "b", ["0.jpg"], "folder"), file_column="f")

@@ -261,6 +261,7 @@ def listed(names: Iterable[str]) -> str:
 def find_splits(places: list[Place]) -> None:
     """Find the split of each place, at the first level of folders (or in the table) where train and others stand."""
     levels = itertools.zip_longest(*(place.path for place in places), fillvalue="")
+    table_splits = {place.path[0] for place in places} - {""}
     shared = set()  # folders around all images
     for names in levels:
         splits = [*map(split_of, names)]
@@ -273,6 +274,9 @@ def find_splits(places: list[Place]) -> None:
             break
         if len({*names}) == 1:
             shared.update(names)
+    else:
+        if table_splits:
+            print0(f"the table's split is not used: it has {listed(table_splits)} alone; accepted: train and another")
 
 
 def folder_classes(places: list[Place], labels: str) -> None:
