@@ -118,7 +118,7 @@ eval_images = 1024  # >= 1: validation images
 fid_every = -1  # >= -1: steps between distances of samples, precision, recall
 fid_images = 2000  # >= 10: samples for these
 fid_metric = "fid"  # fid|fd_classifier|fd_simclr: features of Inception (96 MB), this set's classifier, SimCLR
-sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
+sample_steps = 0  # >= 0: steps of the sampler; 0 = 9 of ralston, 4 of a flow map, 25 of ddim
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t is in this interval
 save_every = 250  # >= -1: steps between checkpoints
@@ -347,7 +347,7 @@ if fid_every >= 0:
 # Resume
 
 progress = {"train_time_s": 0.0, "wandb_id": None, "log_lines": 0, "running_loss": 0.0}
-passes = 2 * sample_steps  # of a guided sample. For the time left: about how many images pass forward, how often
+passes = (6 if sampler == "ralston" else 2) * sample_steps  # of a guided sample; for the time left, as are the costs
 costs = [(eval_every, 2 * eval_images), (sample_every, 64 * passes), (fid_every, fid_images * passes)]
 meter = Meter(process, device, compute_dtype, costs, progress)
 if checkpoint:

@@ -8,5 +8,5 @@ def test_the_table_of_samplers_is_complete():
     flow, flow_map, gaussian = (make_process({"objective": kind}, {"kind": "images"}) for kind in kinds)
     assert flow.samplers | flow_map.samplers | gaussian.samplers == SAMPLERS
     assert all(step.__doc__ for step in SAMPLERS.values())
-    assert choose_sampler(flow, "auto", 25) == "heun" and choose_sampler(gaussian, "auto", 20) == "ddim"
+    assert choose_sampler(flow, "auto", 9) == "ralston" and choose_sampler(gaussian, "auto", 20) == "ddim"
     assert choose_sampler(flow_map, "auto", 4) == "map"

@@ -101,7 +101,7 @@ class FlowMap(FlowMatching):
             halfway = self.shift((near + end) / 2)
             walk = (m, halfway, r) if self.timestep_shift > 4 else (m, r)
             for times in pairwise(map(per_image, walk)):
-                x_r, _ = flow.ralston(velocity, x_r, *times, None)
+                x_r, _ = flow.ralston_step(velocity, x_r, *times)
             target = (x_t - x_r) / per_image(t - r)
         # A few large errors dominate squares, and one jump then draws worse (runs/LOG.md, 20). Absolute errors learn
         # the median, which is also the mean, as the target is a function of x_t

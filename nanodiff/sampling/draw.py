@@ -24,8 +24,8 @@ from nanodiff.png import make_grid
 class SampleSettings:
     """How samples are drawn; guidance: see make_denoiser."""
 
-    steps: int | str = 25  # or a respacing, see gaussian.space_timesteps
-    sampler: str = "heun"
+    steps: int | str = 9  # or a respacing, see gaussian.space_timesteps
+    sampler: str = "ralston"
     cfg_scale: float = 1.0
     cfg_interval: tuple[float, float] = (0.0, 1.0)
     eta: float = 0.0  # ddim's

@@ -66,8 +66,8 @@ def settings_for(loaded, **overrides) -> SampleSettings:
     options = SimpleNamespace(**vars(defaults) | overrides)
     config = loaded.config
     process = loaded.process
-    published_steps = min(50, getattr(process, "num_timesteps", 50))
-    run = {  # a published file has no such settings: 50 steps, guidance 2
+    published_steps = min(50, getattr(process, "num_timesteps", 33))
+    run = {  # a published file has no such settings: 50 steps (33 of ralston), guidance 2
         "steps": config.get("sample_steps", published_steps) or process.default_steps,
         "sampler": config.get("sampler", "auto"),
         "cfg_scale": config.get("cfg_scale", 2.0),

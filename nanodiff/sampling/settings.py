@@ -18,8 +18,8 @@ strength = 0.6  # [0, 1]: fraction of the steps to run from the noised image; 1 
 mask = ""  # an image file, or an .npy (H, W): from_images are kept where it is white; gray keeps a part of the steps
 # Sampler
 # Steps, sampler and guidance are by default those of the run's own grids
-sampler = "auto"  # auto|{SAMPLERS}: for a published file, auto = heun for flow matching, ddim for Gaussian diffusion
-steps = 0  # >= 0: steps of the sampler; 0 = the run's, 50 for a published file
+sampler = "auto"  # auto|{SAMPLERS}: for a published file, auto = ralston for flow matching, ddim for Gaussian diffusion
+steps = 0  # >= 0: steps of the sampler; 0 = the run's; for a published file 50, of ralston 33
 respacing = ""  # "250", "10,15,20" or "ddim50": which timesteps a Gaussian diffusion keeps; "" = steps evenly spaced
 eta = 0.0  # [0, 1]: noise of ddim; 1 = as much as ddpm
 # Guidance
