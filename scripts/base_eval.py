@@ -57,7 +57,7 @@ samples = ""  # images to measure instead of the run's: an .npz as scripts/sampl
 # Only metric=class_accuracy|well_formed|fid|fd_classifier|fd_simclr and Only samples=""
 # Steps, sampler and guidance are by default those of the run's own grids
 sampler = "auto"  # {SAMPLERS}, or several, comma-separated; auto = the run's
-steps = "0"  # steps of the sampler, or several numbers, comma-separated; 0 = the run's, 50 for a published file
+steps = "0"  # steps of the sampler, or several numbers, comma-separated; 0 = the run's, for a published file 50 or 33
 cfg_scale = -1.0  # -1 or [0, 100]: classifier-free guidance; 1 = none; -1 = the run's, 2 for a published file
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
@@ -88,6 +88,7 @@ FIGURES = {  # what is printed, in this order; the file has all figures
     "inception_score": "IS {:.3f}",
     "precision": "precision {:.3f}",
     "recall": "recall {:.3f}",
+    "copies": "{:.1%} copies",
     "class_accuracy": "{:.1%} show their class",
 }
 

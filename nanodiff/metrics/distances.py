@@ -103,3 +103,11 @@ def precision_recall(real: Tensor, fake: Tensor, k: int = 3, batch_size: int = 1
         return count / len(points)
 
     return fraction_within(fake, real, radii(real)), fraction_within(real, fake, radii(fake))
+
+
+def copies(real: Tensor, fake: Tensor, batch_size: int = 1000) -> float:
+    """Fraction of fake features (M, F) that are less than a third as far from the nearest real one (N, F) as from the
+    second nearest (Yoon et al. 2023; Gu et al. 2023, arXiv:2310.02664; both on pixels)."""
+    nearest = [torch.cdist(batch, real).topk(2, largest=False).values for batch in fake.split(batch_size)]
+    first, second = torch.cat(nearest).unbind(1)
+    return float((first < second / 3).double().mean())

@@ -19,6 +19,7 @@ from nanodiff.files import reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier, load_classifier
 from nanodiff.metrics.distances import (
+    copies,
     frechet_distance,
     inception_score,
     kernel_distance,
@@ -153,6 +154,8 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
         kernel = metric.replace("f", "k", 1)  # "fid" -> "kid", "fd_..." -> "kd_..."
         result[kernel], result[f"{kernel}_std"] = kernel_distance(fake, real)
         result["precision"], result["recall"] = precision_recall(real[:n], fake[:n])
+        if len(real) < MAX_VECTORS:  # all images of the set
+            result["copies"] = copies(real, fake)
     if metric == "fid":
         result["inception_score"], result["inception_score_std"] = inception_score(samples.logits)
     return result
