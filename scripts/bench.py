@@ -35,11 +35,13 @@ PUBLISHED = (
 
 
 def take_turn(arguments: str, num_steps: int, ranks: int = 1) -> dict:
-    """Run base_train in processes of its own, for a warm-up and `num_steps` steps.
+    """Run base_train in `ranks` processes, for a warm-up and `num_steps` steps.
 
     Returns its config.json as `run`; in `lines` the metrics of each step; seconds from its start to its end; and the
     peak memory_gb of rank 0.
     """
+    if get_dist()[2] > 1:
+        raise UserError("this starts processes itself; accepted: without torchrun (plan: --ranks=N)")
     fixed = (
         f"--num_iterations={WARM_UP + num_steps} --log_every=1 --model_tag=arm "
         "--eval_every=-1 --sample_every=-1 --save_every=-1"
@@ -90,8 +92,6 @@ def table_line(row: dict) -> str:
 
 def main():
     configure(globals())
-    if get_dist()[2] > 1:
-        raise UserError("bench times one process; for several, read the log lines of base_train under torchrun")
     names = [arm.strip() for arm in arms.split("|")]
     arguments = [f"{shared} {PUBLISHED if name == 'published' else name}" for name in names]
     turns = [[take_turn(arm, steps) for arm in arguments] for _ in range(rounds)]

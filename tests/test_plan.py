@@ -1,48 +1,42 @@
 """The plan's arithmetic: what a timed model would reach in the minutes given, and which one it recommends."""
 
 import re
-import sys
 
 import pytest
 from conftest import refused
 from tiny_runs import make_data
 
 from nanodiff.common import UserError
-from scripts import bench, plan
+from scripts import bench
 
 TRAINED_PER_S = 1e7  # parameters times images times tokens
+WHOLE = 8  # tokens per parameter
 
 
 def fake_turn(arguments, num_steps, ranks):
-    """In place of a run: a machine that trains TRAINED_PER_S, and has no memory for depth 6."""
+    """In place of a run: a machine that trains TRAINED_PER_S, and has no memory for depth 9."""
     depth, patch, batch = (int(x) for x in re.findall(r"(?:depth|patch_size|total_batch_size)=(\d+)", arguments))
     fake_turn.depths.append(depth)
-    if depth == 6:
+    if depth >= 9:
         raise UserError("not even one image at a time fits into memory")
     patch = patch or 2
     model = {"image_size": 8, "patch_size": patch, "depth": depth}
     num_params = 1000 * depth**3
     speed = TRAINED_PER_S / num_params / (8 // patch) ** 2
-    lines = [{"train/dt_ms": 1000 * batch / speed}] * (bench.WARM_UP + num_steps)
-    run = {"model": model, "num_params": num_params, "config": {"total_batch_size": batch}}
-    return {"run": run, "lines": lines, "seconds": 10 + num_steps * batch / speed, "memory_gb": depth / 10}
+    lines = [{"train/dt_ms": 1000 * batch / speed, "train/images_per_sec": speed}] * (bench.WARM_UP + num_steps)
+    return {"run": {"model": model, "num_params": num_params}, "lines": lines, "seconds": 10, "memory_gb": depth / 10}
 
 
 @pytest.fixture
-def run_plan(base, monkeypatch, capsys):
-    """run_plan("--minutes=10") -> its rows, its text."""
+def run_plan(base, monkeypatch, capsys, run_script):
+    """run_plan("--minutes=10") -> its rows, its text; by default of a set too large to be memorised."""
     make_data()
-    before = dict(vars(plan))  # main overrides the settings
-    monkeypatch.setattr(plan, "take_turn", fake_turn)
-    monkeypatch.setattr(plan, "MOST_EPOCHS", 10**9)
+    monkeypatch.setattr(bench, "take_turn", fake_turn)
 
-    def run(*args):
+    def run(*args, num_images=10**9):
         fake_turn.depths = []
-        for name, value in before.items():
-            if name in ("data", "minutes", "ranks"):
-                monkeypatch.setattr(plan, name, value)
-        monkeypatch.setattr(sys, "argv", ["plan", "--data=tiny", *args])
-        rows = plan.main()
+        monkeypatch.setattr("nanodiff.data.dataset.open_dataset", lambda *args: range(num_images))
+        rows = [*run_script("plan", "--data=tiny", *args)["rows"].values()]
         return rows, capsys.readouterr().out
 
     return run
@@ -52,17 +46,28 @@ def test_a_row_takes_the_minutes_and_counts_tokens_per_parameter(run_plan):
     rows, _ = run_plan("--minutes=60")
     for row in rows:
         images = row["steps"] * row["batch"]
-        seconds = (images + plan.NUM_CHECKS * plan.IMAGES_PER_CHECK) / row["images/s"] + 10
+        seconds = (images + 4 * 4000) / row["images/s"] + 10  # four checks
         assert seconds == pytest.approx(3600, rel=0.01)
-        assert row["tokens/parameter"] == images * row["tokens"] / row["parameters"]
+        assert row["tokens/parameter"] == images * (8 // row["patch"]) ** 2 / row["parameters"]
 
 
-def test_the_deepest_whole_model_is_recommended_and_nothing_far_off_is_timed(run_plan):
-    rows, text = run_plan("--minutes=600")
-    assert fake_turn.depths == [1, 4, 6]
-    assert "depth 6 does not run here: not even one image" in text
-    whole = [row["depth"] for row in rows if row["tokens/parameter"] >= plan.WHOLE]
-    assert f"--depth={max(whole)} " in text
+@pytest.mark.parametrize("minutes", [60, 300, 900, 3000])
+def test_the_deepest_whole_model_is_recommended(run_plan, minutes):
+    rows, text = run_plan(f"--minutes={minutes}")
+    depth, patch, steps, batch = (
+        int(x) for x in re.search(r"--depth=(\d+) --patch_size=(\d+) .*=(\d+) --total_batch_size=(\d+) ", text).groups()
+    )
+    (best,) = [row for row in rows if (row["depth"], row["patch"]) == (depth, patch)]
+    assert (best["steps"], best["batch"]) == (steps, batch)
+    assert best["tokens/parameter"] >= WHOLE
+    assert best["tokens/parameter"] * (depth / (depth + 1)) ** 6 < 1.1 * WHOLE  # the next one would not be
+    assert len(rows) <= 5
+
+
+def test_what_does_not_run_is_said(run_plan):
+    _, text = run_plan("--minutes=60000")
+    assert fake_turn.depths == [4, 8, 16]  # at most twice the last
+    assert "depth 16 does not run here: not even one image" in text and "--depth=8 " in text
 
 
 def test_shallow_models_are_also_timed_with_larger_patches(run_plan):
@@ -76,11 +81,11 @@ def test_twice_the_minutes_are_twice_the_images(run_plan):
     assert long[0]["epochs"] == pytest.approx(2 * short[0]["epochs"], rel=0.02)
 
 
-def test_too_little_time_and_too_few_images_are_said(run_plan, monkeypatch):
-    refused("minutes=0.1", run_plan, "--minutes=0.1")
-    monkeypatch.setattr(plan, "MOST_EPOCHS", 10)
-    rows, text = run_plan("--minutes=600")
-    assert max(row["epochs"] for row in rows) <= 10
+def test_too_little_time_and_too_few_images_are_said(run_plan):
+    _, text = run_plan("--minutes=0.1")
+    assert "none gets 8 tokens per parameter: give more minutes" in text and "--num_iterations=1 " in text
+    rows, text = run_plan("--minutes=600", num_images=10)
+    assert max(row["epochs"] for row in rows) < 110
     assert "none gets 8 tokens per parameter" in text
     assert "few images for 600 minutes" in text
 
@@ -89,5 +94,8 @@ def test_several_ranks_are_started_by_torchrun_and_not_within_it(run_plan, monke
     rows, text = run_plan("--minutes=60", "--ranks=3")
     assert "torchrun --standalone --nproc_per_node=3 -m scripts.base_train" in text
     assert all(row["batch"] % 3 == 0 for row in rows)
+
+
+def test_none_is_started_within_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused("give --ranks=N", run_plan)
+    refused("without torchrun", bench.take_turn, "--depth=1", 1)
