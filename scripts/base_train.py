@@ -481,8 +481,6 @@ while True:
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
     t, t_weight = t_distribution.sample(u_t)  # (N,), (N,): by inverse CDF; most laws of t weigh all 1
-    if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:  # autocast would cast in every micro-step
-        optim.cast_weights(raw_model)
 
     # Micro-batches: what fits into memory; gradients add up in p.grad, in fp32
     for micro_step in range(grad_accum_steps):

@@ -307,29 +307,6 @@ def test_two_ranks_equal_one(ranks, case):
     assert largest_difference(first["params"], second["params"]) == 0
 
 
-def test_casting_the_weights_once_a_step_changes_no_bit():
-    """Autocast casts them in every micro-step. Afterwards the model has its own weights again."""
-    found = []
-    for once in (False, True):
-        model = Toy()
-        opt = make_optimizer(model)
-        own = list(model.parameters())
-        for step in range(2):
-            if once:
-                opt.cast_weights(model)
-                assert model.blocks[0].ada.weight.dtype == torch.bfloat16
-            for micro_step in range(2):
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = model(*batch(2 * step + micro_step))
-                loss.backward()
-            opt.sync_grads(0)
-            assert all(p is mine for p, mine in zip(model.parameters(), own, strict=True))
-            opt.step()
-            opt.zero_grad()
-        found.append(params(model))
-    assert largest_difference(*found) == 0
-
-
 def test_the_exchange_during_backward_changes_no_bit(ranks):
     for found in ranks:
         after, during = found["after"], found["during"]

@@ -17,7 +17,6 @@ from torch import Tensor
 from nanodiff.common import Tensors, get_dist
 from nanodiff.device import host_copy, to_host
 from nanodiff.dist import collective
-from nanodiff.training.optim import BLOCKS
 
 
 def align(n: int) -> int:
@@ -200,7 +199,6 @@ class Optimizer:
         order = list(dict(model.named_parameters()))
         self.exchange_order = sorted(self.buffers, key=lambda buffer: -order.index(buffer.names[0]))
         self.unsent = self.exchange_order.copy()
-        self.in_fp32 = []  # (layer that computes with a bf16 copy of its weight, the weight)
         if self.world == 1:
             return
         reader = {}  # of each parameter: the part that computes with it, else the model
@@ -220,15 +218,6 @@ class Optimizer:
             while self.unsent and self.unsent[0].missing == 0:
                 self.unsent.pop(0).reduce_grads()
 
-    def cast_weights(self, model: torch.nn.Module) -> None:
-        """Have the blocks' linear layers compute with bf16 copies of their weights until sync_grads. Every backward of
-        the step passes through the copies to the weights."""
-        self.wait_weights()
-        for name, layer in model.named_modules():
-            if name.startswith(BLOCKS) and isinstance(layer, torch.nn.Linear):
-                self.in_fp32.append((layer, layer.weight))
-                layer._parameters["weight"] = layer.weight.bfloat16()  # not a leaf, which setattr would refuse
-
     @collective("the reduce-scatter of the gradients")
     def sync_grads(self, stop: int) -> Tensor:
         """A collective, once per step: average gradients over ranks, without waiting for a GPU.
@@ -236,9 +225,6 @@ class Optimizer:
         Returns the global L2 norm, on the device and equal on every rank; not finite if any gradient is not.
         `stop`, if not 0: this rank asks to stop.
         """
-        for layer, weight in self.in_fp32:
-            layer.weight = weight
-        self.in_fp32.clear()
         for buffer in self.unsent:
             buffer.reduce_grads()
         for buffer in self.buffers:
