@@ -530,7 +530,7 @@ while True:
     grad_norm *= scaler.inv_scale
     if not math.isfinite(grad_norm) and not scaler.can_skip:
         fault = f"step {step}: loss {loss.item() * grad_accum_steps:g}, gradient not finite ({optim.not_finite()})"
-        raise FloatingPointError(f"{fault}; {way_back(run_dir, step, compile)}")
+        raise FloatingPointError(f"{fault}; {way_back(run_dir)}")
     scaler.update(overflow)
     optim.zero_grad()
 

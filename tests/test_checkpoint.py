@@ -180,20 +180,18 @@ def test_a_run_moved_while_it_trains_ends_in_one_line(tmp_path):
     assert not (tmp_path / "run").exists() and steps(tmp_path / "moved") == [1]
 
 
-def test_the_way_back_from_nan_is_older_than_the_explosion(tmp_path, monkeypatch):
-    """The loss grows from step 30 on; steps 20 and 40 are saved. A resumed run's log ends with its own checkpoint."""
+def test_going_back(tmp_path, monkeypatch):
+    """Steps 20 and 40 are saved. A resumed run's log ends with its own checkpoint."""
     for step in (20, 40):
         save(tmp_path, step)
     (tmp_path / "checkpoints" / "step_000020_backup").mkdir()
     log, losses = tmp_path / "metrics.jsonl", {10: 1.0, 20: 0.5, 30: 0.6, 40: 40.0, 50: 1e9}
     lines = [json.dumps({"step": step, "train/loss": loss}) + "\n" for step, loss in losses.items()]
     log.write_text("".join(lines) + '{"step": 50, "val/loss": 2.0}\n{"step": 60, "tr')
-    way_back = lambda step: checkpoint.way_back(tmp_path, step, True)
-    assert "--resume=20," in way_back(55) and "--compile=False" in way_back(0)
+    assert "(saved: 20, 40)" in checkpoint.way_back(tmp_path)
     for step, kept in ((50, 5), (40, 4), (20, 2)):
         checkpoint.trim_metrics(log, step)
         assert log.read_text() == "".join(lines[:kept])
-    assert "no checkpoint is older" in way_back(21)
     for place, name in ((checkpoint.tempfile, "mkdtemp"), (checkpoint.shutil, "copy"), (checkpoint.Path, "rename")):
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # killed there
             patch.setattr(place, name, lambda *args, **more: 1 / 0)

@@ -195,7 +195,7 @@ def test_a_figure_that_is_not_finite_ends_the_run(tmp_path):
     config.defaults = {}
     log = RunLog("dummy", tmp_path, torch.device("cpu"), {"config": config, "num_iterations": 9}, 0, progress={})
     for key in ("val/loss", "val/loss_ema", "val/fd_classifier"):
-        with pytest.raises(FloatingPointError, match=f"step 30: {key} is nan; give another model_tag"):
+        with pytest.raises(FloatingPointError, match=f"step 30: {key} is nan; give .*\\(saved: none\\)"):
             log.evaluation(30, {"val/loss_q0": 0.5, key: float("nan")})
     assert log.evaluation(30, {"val/loss_q0": float("nan"), "val/loss": 0.5}) == "step 30 | loss 0.5000"
 

@@ -10,7 +10,6 @@ runs/<tag>.left_.../                               what --resume=STEP has put as
 """
 
 import contextlib
-import math
 import os
 import re
 import shutil
@@ -225,23 +224,13 @@ def go_back(run_dir: Path, step: int) -> bool:
     return True
 
 
-def way_back(run_dir: Path, step: int, is_compiled: bool) -> str:
-    """What to try when the gradient of `step` is not finite. As the newest checkpoint may already be diverging, this
-    suggests one before the last logged loss that was below twice the smallest."""
-    if step == 0:
-        return "try --compile=False" if is_compiled else "try --dtype=float32"
-    lowest, sane = math.inf, 0
-    with contextlib.suppress(FileNotFoundError):
-        for match in re.finditer(r'{"step": (\d+)\b.*"train/loss": ([^,}]+)', (run_dir / "metrics.jsonl").read_text()):
-            loss = float(match[2])
-            lowest = min(lowest, loss)
-            if loss < 2 * lowest:
-                sane = int(match[1])
-    older = [s for s in intact_steps(run_dir) if s < sane]
-    remedy = "another model_tag, as no checkpoint is older,"
-    if older:
-        remedy = f"--resume={older[-1]}, before the loss grew,"
-    return f"give {remedy} and a lower lr (and muon_lr) or, instead of fp16, --dtype=bfloat16"
+def way_back(run_dir: Path) -> str:
+    """What to try when a gradient or figure is not finite. The newest checkpoint may already be diverging."""
+    steps = ", ".join(map(str, intact_steps(run_dir))) or "none"
+    return (
+        f"give --resume=STEP from before the loss grew (saved: {steps}) or --model_tag=NEW, and "
+        "a lower lr and muon_lr, --dtype=float32 or --compile=False"
+    )
 
 
 def trim_metrics(path: Path, step: int) -> None:

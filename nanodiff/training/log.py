@@ -268,7 +268,7 @@ class RunLog:
         self.metrics({"step": step} | figures)
         for key, x in figures.items():
             if "loss_q" not in key and not math.isfinite(x):
-                raise FloatingPointError(f"step {step}: {key} is {x}; {way_back(self.run_dir, step, False)}")
+                raise FloatingPointError(f"step {step}: {key} is {x}; {way_back(self.run_dir)}")
         texts = {key.removeprefix("val/"): f"{x:.4f}" for key, x in figures.items() if math.isfinite(x)}
         quarters = [texts.pop(f"loss_q{i}", "-") for i in range(4)]
         if "loss_ema" in texts:
