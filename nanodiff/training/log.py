@@ -263,18 +263,14 @@ class RunLog:
             self.wandb.log(finite, step=finite["step"])
 
     def evaluation(self, step: int, figures: dict) -> str:
-        """Log an evaluation's figures, val/... -> the line to print. One that is not finite ends the run, except in a
+        """Log an evaluation's figures; return the line to print. One that is not finite ends the run, except in a
         quarter of t without images."""
         self.metrics({"step": step} | figures)
         for key, x in figures.items():
             if "loss_q" not in key and not math.isfinite(x):
                 raise FloatingPointError(f"step {step}: {key} is {x}; {way_back(self.run_dir)}")
-        texts = {key.removeprefix("val/"): f"{x:.4f}" for key, x in figures.items() if math.isfinite(x)}
-        quarters = [texts.pop(f"loss_q{i}", "-") for i in range(4)]
-        if "loss_ema" in texts:
-            means = f"{texts.pop('loss_ema')} (raw weights {texts.pop('loss', '-')})"
-            texts = {"val loss": means, "by t, image to noise:": " ".join(quarters)} | texts
-        return f"step {step:,} | {' | '.join(map(' '.join, texts.items()))}"
+        texts = [f"{key} {x:.4f}" for key, x in figures.items()]
+        return f"step {step:,} | {' | '.join(texts)}"
 
     def grid(self, grid, step: int) -> None:
         """Write a picture (H, W, 3) uint8 to samples/ and wandb."""
