@@ -41,7 +41,6 @@ class Meter:
     progress: dict  # the counters that a resume restores
 
     peak = 0.0  # FLOP/s of one device; known at the first line
-    near_noise = math.inf  # running loss in the last quarter of t; falls at once, rises slowly
 
     def __post_init__(self):
         self.shapes = set()  # of images so far; a shape's first step compiles, and counts in speeds only if logged
@@ -134,11 +133,6 @@ class Meter:
             self.progress["running_loss"] += 0.1 * (line["train/loss"] - self.progress["running_loss"])
         # As nanochat's: a running mean over about ten lines, corrected for its start at 0
         line["train/loss_smooth"] = self.progress["running_loss"] / (1 - 0.9 ** max(self.progress["log_lines"], 1))
-        near_noise = line["train/loss_q3"]
-        if near_noise > 10 * self.near_noise:
-            print0(f"warning: the loss of the last quarter of t is {near_noise:.3g}, over ten times its running value")
-        if math.isfinite(near_noise):
-            self.near_noise = min(near_noise, 0.9 * self.near_noise + 0.1 * near_noise)
         self.restart()
         return line
 
