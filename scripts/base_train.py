@@ -53,7 +53,7 @@ from nanodiff.sampling.draw import SampleSettings, sample_grid
 from nanodiff.training.batch import automatic_batch, cut_batch, memory_line
 from nanodiff.training.checkpoint import Saver, lock_run, resume_point, run_folder, way_back
 from nanodiff.training.ema import EMA
-from nanodiff.training.log import Meter, RunLog, check_wandb, end
+from nanodiff.training.log import Meter, RunLog, end
 from nanodiff.training.optim import AdamW, LossScaler, Muon, param_groups
 from nanodiff.training.settings import check_settings, refuse_useless
 from nanodiff.training.shard import Optimizer
@@ -160,7 +160,6 @@ if init_from or trainable or objective.startswith("flow_map"):
 # The run's folder: one trainer at a time
 
 ddp_rank, _, world = get_dist()
-check_wandb(run)
 model_tag = model_tag or f"{Path(data).absolute().name}_{arch}_d{depth}"
 run_dir = run_folder(model_tag)
 if ddp_rank == 0:

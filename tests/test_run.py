@@ -16,7 +16,7 @@ from tiny_runs import logged
 from configurator import Config
 from nanodiff.conditions import Conditioned
 from nanodiff.training.batch import largest_batch
-from nanodiff.training.log import Meter, RunLog, check_wandb
+from nanodiff.training.log import Meter, RunLog, open_wandb
 from nanodiff.training.settings import FREE, RATES, check_settings
 
 NO_MEMORY = [
@@ -201,28 +201,29 @@ def test_a_figure_that_is_not_finite_ends_the_run(tmp_path):
     assert line == "step 30 | val/loss_q0 nan | val/loss 0.5000"
 
 
-def test_wandb_without_a_login_is_one_line(monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    login = lambda **options: setattr(sys, "excepthook", lambda *error: None)  # as wandb does
-    monkeypatch.setattr(wandb, "login", login)
-    monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")))
-    hook = sys.excepthook
-    refused("no API key", check_wandb, "name")
-    assert sys.excepthook is hook  # wandb's own would print a traceback above the line
-    monkeypatch.setattr(wandb, "login", Mock(side_effect=wandb.errors.AuthenticationError("key of 3\nletters")))
-    refused("run='name' logs to wandb: key of 3 letters; accepted: `wandb login`, WANDB_MODE=", check_wandb, "name")
-
-
-def test_wandb_without_a_network_is_one_line_before_the_first_step(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("fault", ["no API key", "no such host"])
+def test_wandb_without_a_login_or_a_network_is_one_line(monkeypatch, tmp_path, capsys, fault):
     """And the wait is announced, as wandb is silent meanwhile."""
     wandb = pytest.importorskip("wandb")
-    monkeypatch.setattr(wandb, "init", Mock(side_effect=wandb.errors.CommError("no such host")))
+
+    def init(**options):
+        sys.excepthook = lambda *error: None  # as wandb does
+        raise wandb.errors.CommError(fault)
+
+    monkeypatch.setattr(wandb, "init", init)
+    hook = sys.excepthook
     config = Config(resume="auto")
     config.defaults = {}
     described = {"config": config, "num_iterations": 9}
     open_log = lambda: RunLog("name", tmp_path, torch.device("cpu"), described, 0, {"wandb_id": None})
-    refused("logs to wandb: no such host; accepted: .*--run=dummy", open_log)
+    refused(f"run='name' logs to wandb: {fault}; accepted: .*`wandb login`, .*--run=dummy", open_log)
     assert capsys.readouterr().out == "waiting for wandb, up to two minutes\n"
+    assert sys.excepthook is hook  # wandb's own would print a traceback above the line
+
+
+def test_without_wandb_a_line_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused("wandb; accepted: `pip install wandb`", open_wandb, "name", tmp_path, {}, None)
 
 
 @pytest.mark.parametrize("later, kept", [(4, None), (2, "old")])

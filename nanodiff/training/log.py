@@ -7,7 +7,6 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,31 +163,19 @@ class Meter:
         )
 
 
-@contextmanager
-def open_wandb(run: str):
-    """The module; its errors are bad input, such as no API key, or no network."""
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb") from None
+def open_wandb(run: str, run_dir: Path, config: dict, run_id: str | None):
+    """The run in wandb. What fails is bad input: wandb is not installed, has no API key or no network."""
+    print0("waiting for wandb, up to two minutes")
     hook = sys.excepthook
     try:
-        yield wandb
-    except wandb.Error as error:
-        raise UserError(
-            f"run={run!r} logs to wandb: {error}; accepted: `wandb login`, WANDB_MODE=offline or --run=dummy"
-        ) from None
+        import wandb
+
+        return wandb.init(project="nanodiff", name=run, config=config, id=run_id, resume="allow", dir=run_dir)
+    except Exception as error:
+        accepted = "`pip install wandb`, `wandb login`, WANDB_MODE=offline or --run=dummy"
+        raise UserError(f"run={run!r} logs to wandb: {error}; accepted: {accepted}") from error
     finally:
         sys.excepthook = hook  # wandb's own prints a traceback above our line
-
-
-def check_wandb(run: str) -> None:
-    """Refuse a wandb run that could not log."""
-    if run == "dummy" or not is_first_rank():
-        return
-    with open_wandb(run) as wandb:
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
-            raise wandb.Error("no API key here")
 
 
 def record(path: Path, run_info: dict, step: int) -> None:
@@ -231,11 +218,7 @@ class RunLog:
         trim_metrics(run_dir / "metrics.jsonl", step)
         self.file = open(run_dir / "metrics.jsonl", "a")
         if run != "dummy":
-            print0("waiting for wandb, up to two minutes")
-            with open_wandb(run) as wandb:
-                self.wandb = wandb.init(
-                    project="nanodiff", name=run, config=config, id=progress["wandb_id"], resume="allow", dir=run_dir
-                )
+            self.wandb = open_wandb(run, run_dir, config, progress["wandb_id"])
             progress["wandb_id"] = self.wandb.id
 
     def metrics(self, line: dict) -> None:
