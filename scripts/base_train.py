@@ -122,7 +122,6 @@ sample_steps = 0  # >= 0: steps of the sampler; 0 = 9 of ralston, 4 of a flow ma
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t is in this interval
 save_every = 250  # >= -1: steps between checkpoints
-save_epochs = False  # save also after every pass over the data
 checkpoints_kept = 2  # >= 1 or -1: newest that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
 # Only arch=dit
@@ -374,11 +373,6 @@ def due(every, first=1):
     return every >= 0 and (step == num_iterations or (every > 0 and step >= first and step % every == 0))
 
 
-def ends_epoch():
-    """With save_epochs: did the last step take the last image of a pass over the data?"""
-    return save_epochs and step > 0 and step * total_batch_size % len(train_set) < total_batch_size
-
-
 def lr_multiplier(s):
     """Linear warmup, constant, linear warmdown towards 0: a factor on every learning rate at step s."""
     warmup = warmup_ratio * num_iterations
@@ -435,8 +429,8 @@ while True:
     if faults:  # a damaged set ends the run before it is saved
         raise faults[0]
     leaving = step >= num_iterations or stop_signal.is_stopping  # save first: a crash in an evaluation loses nothing
-    at_end = leaving and (save_every >= 0 or save_epochs)  # the last pass may end short
-    if (at_end or due(save_every) or ends_epoch()) and step != saver.step:
+    at_end = leaving and save_every >= 0
+    if (at_end or due(save_every)) and step != saver.step:
         save()
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves

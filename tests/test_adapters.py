@@ -82,10 +82,10 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, draw):
     assert load_run("b", "cpu").step == 1
 
 
-def test_epochs_and_what_is_saved_after_each(base, old, run_script):
-    """40 images in steps of 16: the third step ends an epoch, the fourth the run."""
+def test_epochs_and_saved_adapters(base, old, run_script):
+    """40 images in steps of 16: one and a half epochs are four steps."""
     args = [arg for arg in TINY if "iterations" not in arg]
-    done = run_script("base_train", *args, "--num_epochs=1.5", "--save_epochs", "--save_every=-1", "--model_tag=a")
+    done = run_script("base_train", *args, "--num_epochs=1.5", "--save_every=3", "--model_tag=a")
     assert done["num_iterations"] == 4
     assert [path.stem for path in sorted((done["run_dir"] / "adapters").iterdir())] == ["step_000003", "step_000004"]
 

@@ -11,7 +11,7 @@ FREE = set(
     """
     run model_tag data resume device_type compile deterministic device_batch_size checkpointing autoencoder ema_rates
     eval_every eval_images fid_every fid_images fid_metric sample_every sample_steps sampler cfg_scale
-    cfg_interval save_every save_epochs checkpoints_kept log_every
+    cfg_interval save_every checkpoints_kept log_every
     """.split()
 )
 
