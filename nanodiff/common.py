@@ -72,12 +72,14 @@ def get_dist():
     counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     try:
         tasks = max(int(get(name) or 1) for name in counts)
-        ranks = int(get("RANK") or 0), int(get("LOCAL_RANK") or 0), int(get("WORLD_SIZE") or 1)
+        rank = int(get("RANK") or 0)
+        local_rank = int(get("LOCAL_RANK") or 0)
+        world = int(get("WORLD_SIZE") or 1)
     except ValueError as error:
         raise UserError(f"RANK, LOCAL_RANK, WORLD_SIZE or tasks in the environment: {error}") from None
-    if tasks > 1 and not get("RANK"):
-        raise UserError(f"{tasks} tasks without RANK: start them by torchrun or runs/multinode.sh")
-    return ranks
+    if max(tasks, rank + 1) > world:
+        raise UserError(f"{tasks} tasks, RANK={rank}, WORLD_SIZE={world}: start them by torchrun or runs/multinode.sh")
+    return rank, local_rank, world
 
 
 def is_first_rank() -> bool:

@@ -25,34 +25,25 @@ from nanodiff.dist import compare_ranks, join_ranks
 def init_device(device_type: str, timeout_s: float = 0, config: dict | None = None) -> torch.device:
     """Choose the device ("" = the best present) and, under torchrun, join the process group.
 
-    The run aborts when a rank is silent for `timeout_s`; 0 = $NANODIFF_RANK_TIMEOUT, by default 600.
+    The run aborts when a rank is silent for `timeout_s`; see join_ranks for 0.
     `config`: a script's settings, which must be equal on all ranks. With "deterministic", CUDA repeats every sum bit
     for bit.
     """
     config = config or {}
-    present = []
-    if torch.cuda.is_available():
-        present.append("cuda")
-    if torch.backends.mps.is_available():
-        present.append("mps")
-    present.append("cpu")
+    present = [name for name in ("cuda", "mps", "cpu") if getattr(torch, name).is_available()]
     device_type = device_type or present[0]
     if device_type not in present:
         raise UserError(f"device_type={device_type!r} is not available here; available: {', '.join(present)}")
-    rank, local_rank, world = get_dist()
-    if not 0 <= rank < world:
-        raise UserError(f"RANK={rank} of WORLD_SIZE={world} in the environment; accepted: torchrun's, or none")
+    _, local_rank, world = get_dist()
     if world > 1 and device_type == "mps":
         raise UserError("several ranks cannot share mps; accepted: one, or --device_type=cpu")
     device = torch.device(device_type)
-    backend = "gloo"
     if device_type == "cpu":
         keep_freed_memory()
     if device_type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} present")
         device = torch.device("cuda", local_rank)
-        backend = "nccl"
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Growing segments fragment less memory
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -63,15 +54,8 @@ def init_device(device_type: str, timeout_s: float = 0, config: dict | None = No
         # NCCL's watchdog ends a rank after `timeout_s` of waiting; by default it tries to dump a trace first
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     if world > 1:
-        # By default every rank's Inductor starts a compiler process per core
-        per_rank = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(per_rank))
         if not dist.is_initialized():
-            text = os.environ.get("NANODIFF_RANK_TIMEOUT") or "600"
-            if not re.fullmatch(r"\d{1,8}(\.\d*)?", text):
-                raise UserError(f"NANODIFF_RANK_TIMEOUT={text!r}; accepted: seconds")
-            timeout_s = timeout_s or float(text)
-            join_ranks(backend, timeout_s, device if backend == "nccl" else None)
+            join_ranks(device, timeout_s)
         # "auto" may mean another dtype on another machine
         compare_ranks(config | {"dtype": choose_dtype(config.get("dtype", "auto"), device)})
     return device

@@ -38,17 +38,20 @@ def collective(name: str):
 
 
 @collective("the meeting of the ranks")
-def join_ranks(backend: str, timeout_s: float, device_id) -> None:
-    """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting."""
-    timeout = timedelta(seconds=timeout_s)
+def join_ranks(device: torch.device, timeout_s: float) -> None:
+    """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting. 0 =
+    $NANODIFF_RANK_TIMEOUT, by default 600."""
     try:
+        timeout = timedelta(seconds=timeout_s or float(os.environ.get("NANODIFF_RANK_TIMEOUT") or 600))
         store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     except ValueError as error:
-        raise UserError(f"{error}; accepted: RANK, WORLD_SIZE and MASTER_ as torchrun sets them, or none") from None
+        accepted = "RANK, WORLD_SIZE and MASTER_ as torchrun sets them, or none; NANODIFF_RANK_TIMEOUT in seconds"
+        raise UserError(f"{error}; accepted: {accepted}") from None
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # After a restart (--max-restarts) torchrun reuses its store, which holds addresses of dead ranks. Several nodes
         # count restarts differently, so runs/multinode.sh gives each attempt a new store
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id)
     # init_process_group's own excepthook swallows ours
     sys.excepthook = functools.partial(excepthook, otherwise=sys.excepthook)

@@ -140,8 +140,7 @@ def test_two_gpus_train_the_same_model_as_one(base):
 
 def call_every_collective(device):
     """Every collective that the project calls, in the process group that a run has."""
-    is_cuda = device.type == "cuda"
-    join_ranks("nccl" if is_cuda else "gloo", 60, device if is_cuda else None)
+    join_ranks(device, 60)
     flat = torch.arange(64.0, device=device)
     share = torch.empty_like(flat)
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, refused
 from processes import on_ranks
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, get_dist
 from nanodiff.device import choose_dtype, init_device, peak_flops, why_not_compiled
 from nanodiff.dist import compare_ranks
 
@@ -43,6 +43,7 @@ def test_ranks_compare_code_and_torch(monkeypatch, difference):
     monkeypatch.setattr("nanodiff.dist.sha256_of", lambda *paths: "0a1b2c3d4e5f")
     monkeypatch.setattr("nanodiff.dist.from_first_rank", lambda facts, what: facts | first)
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     refused(f"^rank 3 has {difference}=.*, rank 0 other; accepted: the same", compare_ranks, {})
 
 
@@ -61,9 +62,12 @@ def test_tasks_that_nobody_numbered_are_refused(monkeypatch, environment):
     """Else each would train alone. torchrun numbers its workers, also where srun has started it."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    refused("^8 tasks without RANK: start them by torchrun or runs/multinode.sh$", init_device, "cpu")
-    monkeypatch.setenv("RANK", "0")
-    assert init_device("cpu").type == "cpu"
+    refused("^8 tasks, RANK=0, WORLD_SIZE=1: start them by torchrun or runs/multinode.sh$", init_device, "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "7")
+    assert get_dist() == (7, 0, 8)
+    monkeypatch.setenv("RANK", "8")
+    refused("RANK=8, WORLD_SIZE=8: start", get_dist)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_one_task_trains_whatever_its_job_could_start(monkeypatch, environment):
 def test_the_best_device_is_chosen_and_an_absent_one_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for has_mps in (True, False):
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=has_mps: there)
+        monkeypatch.setattr(torch.mps, "is_available", lambda there=has_mps: there)
         assert init_device("").type == ("mps" if has_mps else "cpu")
     assert init_device("cpu") == torch.device("cpu")
     for kind in ("cuda", "mps"):
