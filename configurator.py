@@ -9,8 +9,8 @@
     dropout = 0.0                     # [0, 1): dropout rate
     config = configure(globals())
 
-A part of the program can have its settings in its own module, listed in configure's `modules`: as assignments like a
-script's; or as fields of a class or parameters of a function, under a comment "# Only ...".
+Defaults are literals. A part of the program can have its settings in its own module, listed in configure's `modules`:
+as assignments like a script's; or as fields of a class or parameters of a function, under a comment "# Only ...".
 
 Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help=all lists everything; --help
 stops after the group "What everybody touches", if there is one.
@@ -61,6 +61,8 @@ COMPARE = {
 NUMBER = r"-?[\d.]+(?:e[+-]?\d+)?"
 PART = rf'(?:[<>]=? ?{NUMBER}|[\[(]{NUMBER}, ?{NUMBER}[\])]|[\w.+-]+|"")'
 RULE = re.compile(rf"(?=[^:]*[|<>\[(])({PART}(?:(?:\|| or ){PART})*)(?:: |:?$)")  # a lone word is prose: "name: ..."
+# A script's assignment of a literal, a class's field or a function's parameter: (name, value, comment)
+SETTING = re.compile(r'([a-z]\w*)(?:: .+?)? = (["\d(TF-].*?),?(?:  # (.*))?')
 ONLY = re.compile(r"Only (\w+)(=[\w|-]+|=\"\"| [<>]=? \d+)")
 
 
@@ -154,17 +156,13 @@ class Config(dict):
 
 
 def read_settings(globals_: dict, modules=()) -> Settings:
-    """The settings of the calling script in file order: its plain assignments up to the call of configure. Then those
-    of `modules`, such as models/dit: fields and parameters under "# Only ...", rewritten as assignments."""
+    """The settings of the calling script in file order: its assignments of literals up to the call of configure. Then
+    those of `modules`, such as models/dit: fields and parameters under "# Only ..." or, without that, assignments."""
     source = Path(globals_["__file__"]).read_text(encoding="utf-8").partition("configure(globals()")[0]
-    values = dict(globals_)
     for module in modules:
         text = (ROOT / f"nanodiff/{module}.py").read_text(encoding="utf-8")
         groups = re.findall(r"^ +# Only .*\n(?: +(?:\w+: .* = .*  #|#  ) .*\n)+", text, re.M)
-        for group in groups or [text]:
-            lines = re.sub(r": .* = (.*?),?  #", r" = \1  #", textwrap.dedent(group))
-            source += f"\n{lines}"
-            values |= {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+) = (.*?)  #", lines)}
+        source += "\n".join(["", *map(textwrap.dedent, groups or [text])])
     table = lambda match: "|".join(globals_[match[1]])  # {SAMPLERS} -> euler|heun|...
     settings = {}
     heading = []
@@ -173,12 +171,12 @@ def read_settings(globals_: dict, modules=()) -> Settings:
         if line.startswith("# "):
             heading.append(line.strip("#- "))
             continue
-        name, _, rest = line.partition(" = ")
-        default = values.get(name)
-        if isinstance(default, tuple):  # a field's
-            default = cast(str, default)
-        if type(default) in KINDS and re.match("[a-z]", name):
-            comment = re.sub(r"\{(\w+)\}", table, rest.partition("  # ")[2])
+        if match := SETTING.fullmatch(line):
+            name, text, comment = match.groups("")
+            default = ast.literal_eval(text)
+            if isinstance(default, tuple):  # a field's
+                default = cast(str, default)
+            comment = re.sub(r"\{(\w+)\}", table, comment)
             rule = RULE.match(comment)
             if heading:
                 only = ONLY.findall(" ".join(heading))
@@ -215,17 +213,14 @@ def read_preset(settings: Settings, path: str) -> dict:
     return values
 
 
-def read_argument(settings: Settings, arg: str, next_arg: str) -> dict:
-    """{name: value} of one command-line argument; `next_arg`: the next argument. --name alone is --name=True."""
-    if arg.startswith("--"):
-        name, equals, text = arg[2:].partition("=")
-        if name in settings and not equals:
-            is_alone = re.match(r"--|.*\.py$", next_arg)  # else: --data mine, as for argparse
-            if not (is_alone and isinstance(settings[name].default, bool)):
-                value = "VALUE" if is_alone else next_arg.strip("=")
-                raise ValueError(f"{arg} has no value; write {arg}={value}; {settings[name].comment}")
-        return {name: check(settings, name, text if equals else True)}
-    return read_preset(settings, arg)
+def read_argument(settings: Settings, arg: str) -> dict:
+    """{name: value} of one command-line argument. --name alone is --name=True."""
+    if not arg.startswith("--"):
+        return read_preset(settings, arg)
+    name, equals, text = arg[2:].partition("=")
+    if not equals and name in settings and not isinstance(settings[name].default, bool):
+        raise ValueError(f"{arg} has no value; write {arg}=VALUE; {settings[name].comment}")
+    return {name: check(settings, name, text if equals else True)}
 
 
 def check_used(settings: Settings, config: Config) -> None:
@@ -243,11 +238,9 @@ def check_used(settings: Settings, config: Config) -> None:
 
 def help_text(settings: Settings, globals_: dict, whole: bool) -> str:
     """Usage, the first two paragraphs of the docstring, then the settings, as wide as the terminal."""
-    script = globals_["__file__"]
-    if globals_.get("__spec__"):
-        script = f"-m {globals_['__spec__'].name}"
+    script = Path(globals_["__file__"]).stem
     lines = [
-        f"usage: python {script} [preset.py ...] [--key=value ...]    (later wins)",
+        f"usage: python -m scripts.{script} [preset.py ...] [--key=value ...]    (later wins)",
         *globals_["__doc__"].split("\n\n")[:2],
         "\nsettings, with default and type; accepted values, if limited, a colon, the meaning:",
     ]
@@ -289,8 +282,8 @@ def configure(globals_: dict, argv: list[str] | None = None, fallback=None, modu
             raise ValueError(
                 f"this locale reads names as {sys.getfilesystemencoding()}; accepted: utf-8, such as by PYTHONUTF8=1"
             )
-        for arg, next_arg in zip(argv, [*argv[1:], "--"]):
-            config.overrides |= read_argument(settings, arg, next_arg)
+        for arg in argv:
+            config.overrides |= read_argument(settings, arg)
         config |= config.overrides
         if fallback:
             config |= fallback(config) | config.overrides

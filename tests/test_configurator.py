@@ -23,7 +23,7 @@ TABLE = {"euler": 1, "heun": 2}
 
 # What everybody touches
 depth = 12  # >= 1: layers
-width = 64 * 4  # derived from an expression
+width = 256  # of a block
 dtype = "auto"  # auto|bfloat16|float32: of the forward pass
 sampler = "auto"  # auto|{TABLE}: the names of a table
 #                   and a second line of help
@@ -129,7 +129,8 @@ def test_preset_path_is_relative_to_here_then_to_the_repository(script, preset, 
         ("--dtype=float64", ["dtype='float64'", "auto|bfloat16|float32"]), ("--resume=later", ["auto|never or >= 0"]),
         ("depth=4", ["'depth=4'"]), ("preset", ["'preset'"]), ("missing.py", ["'missing.py'", "No such file"]),
         ("a" * 300 + ".py", ["name too long"]), ("--compile=a\nb", ["compile='a\\nb'"]),
-        ("--sampler=ddim", ["auto|euler|heun"]), ("--tag mine", ["--tag=mine"]), ("--compile 0", ["--compile=0"]),
+        ("--sampler=ddim", ["auto|euler|heun"]), ("--tag mine", ["write --tag=VALUE; name: of"]),
+        ("--compile 0", ["'0' is no --key=value"]),
         ("--depth", ["--depth has no value; write --depth=VALUE; >= 1: layers"]),
         ("--learning_rate=1", ["nearest: lr;"]),
         ("--device=cpu", ["nearest: device_type;"]), ("--epochs=3", ["nearest: depth, "]),  # no num_epochs
@@ -235,7 +236,7 @@ def test_as_a_program(tmp_path):
     assert run("--depth=3") == (0, "3\n", "")
     assert run("--depth=x") == (2, "", "error: depth='x' is not accepted; accepted: an integer, >= 1\n")
     assert run("--depth=x", rank="1") == (2, "", "")
-    assert "python -m program [preset.py ...]" in run("--help")[1]
+    assert "python -m scripts.program [preset.py ...]" in run("--help")[1]
 
 
 def test_a_setting_that_would_do_nothing_is_refused(script, capsys):
