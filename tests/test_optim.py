@@ -213,16 +213,11 @@ def test_every_trainable_parameter_is_in_exactly_one_group(make, optimizer):
         assert (name in muon) == (optimizer == "muon" and p.ndim >= 2 and in_block and not others), name
 
 
-def test_a_weight_that_no_rule_knows_or_that_left_the_buffer_is_named():
+def test_a_weight_that_no_rule_knows_is_named():
     """Else Muon would leave a new backbone's matrices to AdamW, without a word."""
     model = Toy()
     model.trunk = nn.Linear(4, 4)
     refused(r"muon: trunk\.weight is in neither", make_optimizer, model)
-    model = Toy()
-    opt = make_optimizer(model)
-    model.final.weight.data = model.final.weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"final\.weight"):
-        opt.sync_grads(0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])  # the last one's square is infinite

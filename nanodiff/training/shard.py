@@ -111,9 +111,6 @@ class Buffer:
     def reduce_grads(self) -> None:
         """Start to sum the gradients over ranks; this rank's share of the sum goes into `grad`."""
         self.wait()
-        for name, p, view in zip(self.names, self.params, self.views(self.flat)):
-            if p.data_ptr() != view.data_ptr():
-                raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before its optimizer")
         full = torch.zeros_like(self.flat, dtype=self.grad_dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         torch._foreach_copy_(self.views(full), grads)
