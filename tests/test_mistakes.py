@@ -134,8 +134,8 @@ MISTAKES = [
     ((*GIVEN, "--size=16x32"), "size='16x32' with from_images"),
     ((*SAMPLE, "--strength=0.2"), "would do nothing without from_images"),
     # exports
-    ((*EXPORT, "--form=meta"), "takes arch=dit_classic with classes; "),
-    ((*EXPORT, "--form=openai"), "takes arch=unet; "),
+    ((*EXPORT, "--form=meta"), "accepted: form=meta for dit_classic with classes"),
+    ((*EXPORT, "--form=openai"), "form=openai for unet"),
     ((*EXPORT, "--out=model.pt"), "model.pt"),
     ((*EXPORT, "--lora=a.safetensors"), "without out"),
     ((*EXPORT, "--out=file/x.safetensors"), "file/x"),

@@ -41,7 +41,6 @@ DIFFUSERS = {
     "t_embed.2.": "timestep_embedder.linear_2.",
     "y_embed.": "class_embedder.embedding_table.",
 }
-CONV1D = ("qkv.weight", "proj_out.weight")  # in OpenAI's UNet, whose names are ours; here linear layers
 GAUSSIAN = {
     "noise_schedule": "linear",
     "num_timesteps": 1000,
@@ -70,10 +69,10 @@ SIT = re.compile("(?i)(?<![a-z])(sit|repa)(?![a-z])(?!.*(?<![a-z])dit(?![a-z]))"
 NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions", "given_channels")
 
 
-def to_ours(state_dict: Tensors, names: dict) -> Tensors:
-    for new, old in reversed(names.items()):
-        state_dict = {name.replace(old, new): x for name, x in state_dict.items()}
-    return state_dict
+def renamed(tensors: Tensors, old_parts, new_parts) -> Tensors:
+    for old, new in zip(old_parts, new_parts):
+        tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    return tensors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,7 +81,7 @@ def to_ours(state_dict: Tensors, names: dict) -> Tensors:
 
 def from_meta(state_dict: Tensors, heads: int = 0, label_drop: float = 0.1, **unused) -> tuple[DiTConfig, Tensors]:
     """Config and state dict from `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL."""
-    tensors = to_ours(state_dict, META)
+    tensors = renamed(state_dict, reversed(META.values()), reversed(META))
     if not label_drop and "y_embed.weight" in tensors:  # add the null class that our table has; it is never asked for
         classes = tensors["y_embed.weight"]
         tensors["y_embed.weight"] = torch.cat([classes, classes.mean(0, keepdim=True)])
@@ -96,9 +95,7 @@ def from_meta(state_dict: Tensors, heads: int = 0, label_drop: float = 0.1, **un
 
 def to_meta(state_dict: Tensors, config: DiTConfig) -> Tensors:
     """Turn the state dict of a classic DiT into that of facebookresearch/DiT."""
-    tensors = state_dict
-    for old, new in META.items():
-        tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    tensors = renamed(state_dict, META, META.values())
     patches = tensors["x_embedder.proj.weight"].unflatten(1, (-1, config.patch_size, config.patch_size))
     return {"pos_embed": sincos_table(config)[None]} | tensors | {"x_embedder.proj.weight": patches}
 
@@ -148,7 +145,7 @@ def from_diffusers(state_dict: Tensors, sample_size: int, patch_size: int, num_a
         name = name.split(".norm1.emb.")[-1]  # each of their blocks holds a copy of emb
         if not torch.equal(value, unique.setdefault(name, value)):
             raise ValueError(f"{name} differs between blocks; accepted: copies of one")
-    tensors = to_ours(unique, DIFFUSERS)
+    tensors = renamed(unique, reversed(DIFFUSERS.values()), reversed(DIFFUSERS))
     for name in [name for name in tensors if ".attn1.to_q." in name]:
         matrices = [tensors.pop(name.replace("to_q", f"to_{part}")) for part in "qkv"]
         tensors[name.replace("attn1.to_q", "qkv")] = torch.cat(matrices)
@@ -225,7 +222,7 @@ def with_attention(state_dict: Tensors, *width: int) -> Tensors:
     """The state dict with attention's matrices as (out, in) or, for `width` 1, as Conv1d's (out, in, 1)."""
     tensors = dict(state_dict)
     for name, p in state_dict.items():
-        if name.endswith(CONV1D):
+        if name.endswith(("qkv.weight", "proj_out.weight")):
             tensors[name] = p.reshape(*p.shape[:2], *width)
     return tensors
 
@@ -241,8 +238,8 @@ def scheduler_settings(path: Path, config: dict) -> dict:
     settings = {}
     if scheduler.exists():
         config = {"beta_schedule": "none"} | read_json(scheduler) | config
-        settings["num_timesteps"] = 1000
-        settings["noise_schedule"] = config["beta_schedule"].replace("squaredcos_cap_v2", "cosine")
+        schedule = config["beta_schedule"].replace("squaredcos_cap_v2", "cosine")
+        settings = {"num_timesteps": 1000, "noise_schedule": schedule}
     for name, value in config.items():
         values = [text for text in ACCEPTED if text.startswith(f"{name}=")]
         if values and f"{name}={value}" not in values:
@@ -298,11 +295,9 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
     names = OPTIONS[form].keys()
     for name in options.keys() - names:
         raise UserError(f"{path} is read without {name}={options[name]}; accepted: {', '.join(sorted(names))}")
-    defaults = {"gaussian_loss": "mse", "label_drop": 0.1, "objective": "eps"} | OPTIONS[form]
-    if form == "sit":
-        defaults["timesteps"] = "uniform"
-        if is_repa:
-            defaults["time_input"] = "t"
+    defaults = {"gaussian_loss": "mse", "label_drop": 0.1, "objective": "eps", "timesteps": "uniform"} | OPTIONS[form]
+    if is_repa:
+        defaults["time_input"] = "t"
     model_config, tensors = FORMS[form](tensors, **defaults | options | sizes)
     channels = model_config.in_channels
     num_classes = model_config.num_classes
@@ -350,20 +345,20 @@ def to_published(form: str, source, tensors: Tensors) -> tuple[Tensors, dict]:
     """
     model_config = source.model.config
     settings = source.config | dataclasses.asdict(model_config) | model_settings(model_config)
-    write = to_openai
-    takes = "unet"
-    if form == "meta":
-        write = to_meta
-        takes = "dit_classic with classes"
-    if settings["arch"] != takes.split()[0] or (form == "meta" and not source.num_classes):
-        raise UserError(f"form={form} takes arch={takes}; {source.source} is {settings['arch']}")
+    is_meta = form == "meta"
+    arch = "dit_classic" if is_meta else "unet"
+    if settings["arch"] != arch or (is_meta and not source.num_classes):
+        raise UserError(
+            f"{source.source} is {settings['arch']} of {source.num_classes} classes; "
+            "accepted: form=meta for dit_classic with classes, form=openai for unet"
+        )
     if len({*source.data.get("latents", {}).get("scale", ())}) > 1:
         raise UserError(f"form={form} holds no statistics of latents; accepted: a set of --latent_norm=scale")
     process = f"{settings['objective']}, {settings.get('variance')}"
     if not process.startswith("eps") or process == "eps, learned":  # else sampled wrongly
         raise UserError(f"form={form} is read as objective=eps, variance fixed or learned_range, not {process}")
-    result = write(tensors, model_config)
-    if form == "meta" and not settings["label_drop"]:  # then the published table has no null class
+    result = to_meta(tensors, model_config) if is_meta else to_openai(tensors, model_config)
+    if is_meta and not settings["label_drop"]:  # then the published table has no null class
         result["y_embedder.embedding_table.weight"] = result["y_embedder.embedding_table.weight"][:-1]
     options = {name: settings[name] for name in OPTIONS[form]}
     config_read, _ = FORMS[form](result, **options)
