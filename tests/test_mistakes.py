@@ -103,7 +103,7 @@ MISTAKES = [
     ((*EVAL, "--model=flow", "--metric=fid", "--num_images=9"), "needs 10 images or more, got 9"),
     ((*EVAL, "--metric=fd_classifier", "--samples=s.npz", "--data=unlabelled"), "labels of 2 or more classes"),
     ((*EVAL, "--metric=class_accuracy", "--samples=s.npz", "--data=tiny"), "s.npz has no classes"),
-    ((*EVAL, "--metric=fid", "--samples=absent"), "no such file or folder"),
+    ((*EVAL, "--metric=fid", "--samples=absent"), "no such file: absent"),
     ((*EVAL, "--metric=fid", "--samples=runs/empty"), "no images in"),
     ((*EVAL, "--metric=fid", "--samples=floats.npz", "--data=tiny"), "uint8"),
     ((*EVAL, "--model=flow", "--metric=well_formed"), "data='tiny'; accepted: shapes, shapes32, shapes64"),

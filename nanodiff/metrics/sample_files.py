@@ -23,7 +23,6 @@ class Samples:
 
     def __init__(self, name: str):
         path = at(name)
-        self.path = path
         self.protocol = {"samples": str(path)}
         record = {}
         if path.is_dir():
@@ -34,7 +33,7 @@ class Samples:
             if {".jpg", ".jpeg"} & {Path(item.name).suffix.lower() for item in items}:
                 print0(f"note: {path}: the loss of JPEG counts as the model's; PNG and .npz have none")
             self.class_names = source.class_names
-        elif path.is_file():
+        else:
             images, labels, protocol = open_arrays(path)
             if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3):
                 raise UserError(
@@ -45,13 +44,11 @@ class Samples:
             if record:
                 self.protocol["samples_protocol"] = record
             self.class_names = record.get("class_names")
-        else:
-            raise UserError(f"samples={name!r}: no such file or folder")
         self.data = record.get("data", "")
         self.num_images = len(self._payloads)
         self._labels = np.array([0] * self.num_images if labels is None else labels)
         self.num_classes = 0  # without labels
-        if self._labels.any() or record.get("class_names"):
+        if self._labels.any() or self.class_names:
             self.num_classes = 1 + int(self._labels.max())
         self.shape = self._decode(0).shape
         if self.images(range(min(16, self.num_images))).max() <= 1:
@@ -66,7 +63,7 @@ class Samples:
 
     def _decode(self, i: int) -> np.ndarray:
         file = self._payloads[i]
-        with reading(self.path if isinstance(file, np.ndarray) else file):
+        with reading(file):
             image, _ = decode(file, [])  # (C, H, W)
         if i > 0 and image.shape != self.shape:
             height, width = image.shape[1:]
