@@ -15,7 +15,6 @@ Evaluate a trained model, or images in a file or a folder.
 
 import contextlib
 import math
-import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -266,6 +265,11 @@ else:
 # ---------------------------------------------------------------------------------------------------------------------
 # Save the figures and their protocol beside the run or the samples
 
+
+def in_line(row: dict) -> str:
+    return ", ".join(text.format(row[key]) for key, text in FIGURES.items() if key in row)
+
+
 real = result.get("real_images", {})
 for row in result.get("rows", [result]):
     # Of fewer images the distance varies too much to say so; on the first rank
@@ -274,19 +278,12 @@ for row in result.get("rows", [result]):
     for key, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
-    figures = []
-    for key, text in FIGURES.items():
-        if key in row:
-            figure = text.format(row[key])
-            if key in real:
-                origin = "" if figures else f"{real['num_images']:,} real images: "
-                number = re.search("{.*}", text)[0]
-                figure += f" ({origin}{number.format(real[key])})"
-            figures.append(figure)
-    row_title = (
-        "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if "rows" in result else ""
-    )
-    print0(row_title + ", ".join(figures))
+    title = ""
+    if "rows" in result:
+        title = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row)
+    print0(title + in_line(row))
+if real:
+    print0(f"{real['num_images']:,} real images: {in_line(real)}")
 words = [run.title if run else source, in_words(result), f"{num_images:,} images"]
 if "reference" in result:
     words.append(f"against {result['reference']}")
