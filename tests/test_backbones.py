@@ -119,7 +119,7 @@ KILLED = "g++: fatal error: Killed signal terminated program cc1plus"
     [
         ((None, 256), "compiled code is right"),
         ((256,), "compiled again for AVX2"),
-        ((), "continuing uncompiled: compiled code stays wrong"),
+        ((), "continuing uncompiled: compiled code is wrong here"),
         (KILLED, f"continuing uncompiled: {KILLED}"),
     ],
 )

@@ -7,6 +7,8 @@ from torch._inductor import config
 from nanodiff.common import make_generator, print0
 from nanodiff.dist import from_first_rank, gather_objects
 
+WRONG = "compiled code is wrong here"
+
 
 def results(out: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The outputs and, if gradients are enabled, the gradients of the sum of their squares."""
@@ -43,27 +45,24 @@ class Checked:
         device = x_t.device.type
         # 32 units of the last place: bf16's are 1/128, TF32's 1/1024
         tolerance = 0.25 if torch.is_autocast_enabled(device) else 0.03
-        off = 0.0
-        failure = ""
+        reason = ""  # why not to use it
         try:
             off = self.difference(x_t, t, cond)
+            if not off <= tolerance:  # NaN is wrong, too
+                reason = WRONG
+            verdict = reason or "compiled code is right"
+            print0(f"{verdict}: {off:.2g} from eager outputs and gradients (allowed: {tolerance})")
         except Exception as error:
             first, *lines = f"{type(error).__name__}: {error}".splitlines()
-            failure = [first, *(line for line in lines if "error:" in line)][-1]
-        reports = from_first_rank(gather_objects((off, failure)), "the check of compiled code")
-        reason = next((failure for _, failure in reports if failure), "")
+            reason = [first, *(line for line in lines if "error:" in line)][-1]
+        reason = max(from_first_rank(gather_objects(reason), "the check of compiled code"))
         if not reason:
-            is_right = all(off <= tolerance for off, _ in reports)  # NaN is wrong, too
-            verdict = "right" if is_right else "wrong here"
-            print0(f"compiled code is {verdict}: {off:.2g} from eager outputs and gradients (allowed: {tolerance})")
-            if is_right:
-                return
-            if device == "cpu" and config.cpp.simdlen != 256:
-                print0("compiled again for AVX2")
-                config.cpp.simdlen = 256
-                torch.compiler.reset()
-                return self.check(x_t, t, cond)
-            reason = "compiled code stays wrong"
+            return
+        if reason == WRONG and device == "cpu" and config.cpp.simdlen != 256:
+            print0("compiled again for AVX2")
+            config.cpp.simdlen = 256
+            torch.compiler.reset()
+            return self.check(x_t, t, cond)
         print0(f"continuing uncompiled: {reason}")
         torch.compiler.set_stance("force_eager")
 
