@@ -26,7 +26,7 @@ from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset, verify
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.dist import gather_batches, leave_together, over_ranks
+from nanodiff.dist import gather_batches, leave_together
 from nanodiff.files import name_of_settings, write_json
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import features as metrics
@@ -245,8 +245,8 @@ else:
         row = {key: image_set.protocol[key] for key in columns}
         with autocast:
             row |= measure(image_set, np.arange(num_images), labels)
-        if bad := int(over_ranks(image_set.not_finite)):
-            raise UserError(f"metric={metric}: {bad:,} of {num_images:,} images of {source} are not finite (NaN)")
+        if run:
+            image_set.check_finite(num_images)
         rows.append(row)
     for key in columns:
         del result[key]

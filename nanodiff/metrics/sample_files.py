@@ -18,7 +18,6 @@ class Samples:
     `protocol`: the file, and its record of how the images were drawn. `data`: the set that their model was trained on.
     """
 
-    not_finite = 0
     batches = staticmethod(in_batches)
 
     def __init__(self, name: str):
