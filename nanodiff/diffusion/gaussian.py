@@ -39,7 +39,7 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
     from each third; "ddim50": every k-th, if an integer k gives 50."""
     spec = spec or str(num_timesteps)
     if not re.fullmatch("ddim[1-9][0-9]*|[1-9][0-9]*(,[1-9][0-9]*)*", spec):
-        raise UserError(f'respacing={spec!r}; accepted: "250", "10,15,20", "ddim50" or ""')
+        raise UserError(f'steps (sample_steps) or respacing={spec!r}; accepted: "250", "10,15,20", "ddim50" or ""')
     counts = [int(count) for count in spec.removeprefix("ddim").split(",")]
     if spec.startswith("ddim"):
         stride = math.ceil(num_timesteps / counts[0])
@@ -51,7 +51,10 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
     sections = np.array_split(np.arange(num_timesteps), len(counts))
     for section, count in zip(sections, counts):
         if count > len(section):
-            raise UserError(f"respacing={spec!r}: cannot take {count} timesteps from a section of {len(section)}")
+            raise UserError(
+                f"steps (sample_steps) or respacing={spec!r}: {count} timesteps of {len(section)}; "
+                f"accepted: 1 to {len(section)}"
+            )
         stride = (len(section) - 1) / max(count - 1, 1)
         position = 0.0
         for _ in range(count):
@@ -219,8 +222,6 @@ class GaussianDiffusion:
         Kept timesteps keep their alpha_bar, which gives new betas (IDDPM section 4); the model sees the original t.
         """
         T = self.num_timesteps
-        if not isinstance(steps, str) and not 1 <= steps <= T:
-            raise UserError(f"steps (sample_steps)={steps}; accepted: 1 to {T}, the timesteps of this process")
         timesteps = space_timesteps(T, str(steps))
         if len(timesteps) == 1:
             timesteps = [T - 1]  # from noise; the published rule keeps t = 0
