@@ -145,10 +145,9 @@ if metric == "loss":
     result |= {"loss": loss} | {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 
 elif metric == "bpd":
-    if not run.process.is_gaussian:
-        raise UserError(f"metric=bpd: {source} was trained with flow matching; accepted: objective eps, x0 or v")
-    if run.data["kind"] != "images":
-        raise UserError(f"metric=bpd: {source} was trained on {run.data['kind']}; accepted: models of pixels")
+    kind = run.data["kind"]
+    if not run.process.is_gaussian or kind != "images":
+        raise UserError(f"metric=bpd: {source} is {run.process.kind} of {kind}; accepted: Gaussian diffusion of images")
     with autocast:
         result |= bits_per_dim(*inputs, num_images, batch_size, seed)
     result["timesteps"] = run.process.num_timesteps

@@ -129,12 +129,11 @@ TIMESTEPS = FOR_BOTH | FOR_FLOW | FOR_GAUSSIAN
 
 def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps:
     """The distribution `name`; "auto" is logit-normal for flow matching, else uniform."""
-    if process.is_gaussian:
-        table = {"auto": uniform} | FOR_BOTH | FOR_GAUSSIAN
-    else:
-        table = {"auto": logit_normal} | FOR_BOTH | FOR_FLOW
+    table = FOR_BOTH | (FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW)
+    if name == "auto":
+        name = "uniform" if process.is_gaussian else "logit-normal"
     if name not in table:
-        raise UserError(f"timesteps={name} is not for {process.kind}; accepted: {', '.join(table)}")
+        raise UserError(f"timesteps={name} is not for {process.kind}; accepted: auto, {', '.join(table)}")
     draw = table[name]
     if draw is LossSecondMoment:
         if (low, high) != (0, 1):
