@@ -25,9 +25,11 @@ class Autoencoder(nn.Module):
     """Base class. A subclass has a `decoder`, and an `encoder` that gives mean and log variance, or the mean alone."""
 
     downsample = 8  # pixels per latent pixel, along a side
-    scale, shift = 1.0, 0.0  # published normalisation: (z - shift) * scale
+    scale = 1.0  # published normalisation: (z - shift) * scale
+    shift = 0.0
     parts = 2  # mean and std; 1 = mean alone, std is zero
-    name = sha256 = ""  # of the weight file
+    name = ""  # of the weight file
+    sha256 = ""
 
     @torch.no_grad()
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,8 @@ class Autoencoder(nn.Module):
 def in_slices(network: nn.Module, x: Tensor, pixels: int) -> Tensor:
     """network(x) in fp32, MAX_PIXELS at a time; a row of x stands for an image of `pixels`."""
     batch = max(1, MAX_PIXELS[x.device.type] // pixels)
-    return torch.cat([network(part).float() for part in x.split(batch)])
+    outputs = [network(part).float() for part in x.split(batch)]
+    return torch.cat(outputs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,7 +60,11 @@ def in_slices(network: nn.Module, x: Tensor, pixels: int) -> Tensor:
 
 
 def layer(c_in: int, c_out: int, groups: int) -> nn.Sequential:
-    return nn.Sequential(nn.GroupNorm(groups, c_in, eps=1e-6), nn.SiLU(), conv3(c_in, c_out))
+    return nn.Sequential(
+        nn.GroupNorm(groups, c_in, eps=1e-6),
+        nn.SiLU(),
+        conv3(c_in, c_out),
+    )
 
 
 class ResnetBlock(nn.Module):
@@ -77,7 +84,10 @@ class Attention(nn.Module):
     def __init__(self, channels: int, groups: int):
         super().__init__()
         self.norm = nn.GroupNorm(groups, channels, eps=1e-6)
-        self.q, self.k, self.v, self.out = (nn.Linear(channels, channels) for _ in range(4))
+        self.q = nn.Linear(channels, channels)
+        self.k = nn.Linear(channels, channels)
+        self.v = nn.Linear(channels, channels)
+        self.out = nn.Linear(channels, channels)
 
     def forward(self, x):
         h = self.norm(x).flatten(2).mT[:, None]  # (N, 1 head, H*W, C)
@@ -87,7 +97,11 @@ class Attention(nn.Module):
 
 def middle(channels: int, groups: int) -> nn.Sequential:
     block = lambda: ResnetBlock(channels, channels, groups)
-    return nn.Sequential(block(), Attention(channels, groups), block())
+    return nn.Sequential(
+        block(),
+        Attention(channels, groups),
+        block(),
+    )
 
 
 def levels(widths, blocks: int, groups: int, resample) -> nn.Sequential:
@@ -110,13 +124,21 @@ class AutoencoderKL(Autoencoder):
 
     scale = 0.18215  # 1 / deviation of the latents, Rombach et al. 2022, appendix G
 
-    def __init__(self, widths, blocks: int, latent_channels: int, groups: int, quant_conv: bool):
+    def __init__(
+        self,
+        widths,
+        blocks: int,
+        latent_channels: int,
+        groups: int,
+        quant_conv: bool,
+    ):
         super().__init__()
         self.latent_channels = latent_channels
         self.downsample = 2 ** (len(widths) - 1)
 
         def down(c):
-            return nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(c, c, 3, stride=2))
+            pad = nn.ZeroPad2d((0, 1, 0, 1))
+            return nn.Sequential(pad, nn.Conv2d(c, c, 3, stride=2))
 
         def up(c):
             return nn.Sequential(nn.Upsample(scale_factor=2), conv3(c, c))
@@ -190,11 +212,14 @@ class TinyAutoencoder(Autoencoder):
         blocks = lambda pool: [TinyBlock(width, pool) for _ in range(3)]
         encoder = [conv3(3, width), TinyBlock(width)]
         for pool in (False, False, mid_pool):
-            encoder += [conv3(width, width, stride=2, bias=False), *blocks(pool)]
+            encoder.append(conv3(width, width, stride=2, bias=False))
+            encoder += blocks(pool)
         self.encoder = nn.Sequential(*encoder, conv3(width, latent_channels))
         decoder = [conv3(latent_channels, width), nn.ReLU()]
         for pool in (mid_pool, False, False):
-            decoder += [*blocks(pool), nn.Upsample(scale_factor=2), conv3(width, width, bias=False)]
+            decoder += blocks(pool)
+            decoder.append(nn.Upsample(scale_factor=2))
+            decoder.append(conv3(width, width, bias=False))
         self.decoder = nn.Sequential(*decoder, TinyBlock(width), conv3(width, 3))
 
     def encode(self, x):
@@ -305,10 +330,12 @@ def rename(weights: Tensors) -> Tensors:
 def build(weights: Tensors, groups: int) -> Autoencoder:
     """An autoencoder whose shape is read off the weights."""
     if "encoder.0.weight" in weights:
-        return TinyAutoencoder(weights["decoder.0.weight"].shape[1], any(".pool." in name for name in weights))
+        mid_pool = any(".pool." in name for name in weights)
+        return TinyAutoencoder(weights["decoder.0.weight"].shape[1], mid_pool)
     latent_channels = weights["decoder.conv_in.weight"].shape[1]
     pattern = r"encoder\.down_blocks\.\d\.\d\.layer1\.2\.weight"
     convs = [name for name in sorted(weights) if re.fullmatch(pattern, name)]
     widths = [len(weights[name]) for name in convs if ".0.layer1." in name]
     has_quant_conv = "encoder.quant_conv.weight" in weights
-    return AutoencoderKL(widths, len(convs) // len(widths), latent_channels, groups, has_quant_conv)
+    blocks = len(convs) // len(widths)
+    return AutoencoderKL(widths, blocks, latent_channels, groups, has_quant_conv)

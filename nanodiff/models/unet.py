@@ -104,7 +104,9 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, x):
         with no_autocast(x):
-            return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+            weight = self.weight.to(x.dtype)
+            bias = self.bias.to(x.dtype)
+            return F.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
 class Upsample(nn.Module):
@@ -125,10 +127,19 @@ class ResBlock(nn.Module):
         super().__init__()
         self.scale_shift = config.use_scale_shift_norm
         emb = 4 * config.model_channels
-        self.in_layers = nn.Sequential(GroupNorm(cin), nn.SiLU(), conv3(cin, cout))
-        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb, 2 * cout if self.scale_shift else cout))
-        last = conv3(cout, cout)  # zero at init, so a block starts as its skip
-        self.out_layers = nn.Sequential(GroupNorm(cout), nn.SiLU(), nn.Dropout(config.dropout), last)
+        emb_out = 2 * cout if self.scale_shift else cout
+        self.in_layers = nn.Sequential(
+            GroupNorm(cin),
+            nn.SiLU(),
+            conv3(cin, cout),
+        )
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb, emb_out))
+        self.out_layers = nn.Sequential(
+            GroupNorm(cout),
+            nn.SiLU(),
+            nn.Dropout(config.dropout),
+            conv3(cout, cout),  # zero at init, so a block starts as its skip
+        )
         self.skip_connection = nn.Conv2d(cin, cout, 1) if cin != cout else nn.Identity()
 
     def forward(self, x, emb):  # (N, cin, H, W), (N, 4 * model_channels) -> (N, cout, H, W)
@@ -188,7 +199,8 @@ class UNet(nn.Module):
         self.time_embed = embedder(width, emb)
         if c.num_classes:
             # Not drawn here: see dit.py
-            self.label_emb = nn.Embedding.from_pretrained(torch.empty(c.num_classes + c.null_class, emb), freeze=False)
+            table = torch.empty(c.num_classes + c.null_class, emb)
+            self.label_emb = nn.Embedding.from_pretrained(table, freeze=False)
         if c.vector_dim:
             self.vector_emb = nn.Linear(c.vector_dim, emb, bias=False)
             self.vector_null = nn.Parameter(torch.empty(emb))
@@ -211,7 +223,11 @@ class UNet(nn.Module):
                 self.input_blocks.append(Level(*blocks(ch, cout, level)))
                 ch = cout
                 skips.append(ch)
-        self.middle_block = Level(ResBlock(ch, ch, c), AttentionBlock(ch, c.num_heads), ResBlock(ch, ch, c))
+        self.middle_block = Level(
+            ResBlock(ch, ch, c),
+            AttentionBlock(ch, c.num_heads),
+            ResBlock(ch, ch, c),
+        )
         self.output_blocks = nn.ModuleList()
         heads_up = c.num_heads_upsample or c.num_heads
         for level, mult in reversed(list(enumerate(c.channel_mult))):
@@ -222,7 +238,11 @@ class UNet(nn.Module):
                 if level and i == c.num_res_blocks:
                     layers.append(Upsample(ch))
                 self.output_blocks.append(Level(*layers))
-        self.out = nn.Sequential(GroupNorm(ch), nn.SiLU(), conv3(ch, c.out_channels))  # zero at init
+        self.out = nn.Sequential(
+            GroupNorm(ch),
+            nn.SiLU(),
+            conv3(ch, c.out_channels),  # zero at init
+        )
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -235,7 +255,8 @@ class UNet(nn.Module):
             elif isinstance(m, nn.Linear | nn.Conv2d):
                 bound = m.weight[0].numel() ** -0.5
                 for p in m.parameters(recurse=False):
-                    p.copy_((2 * torch.rand(p.shape, generator=generator) - 1) * bound)
+                    u = torch.rand(p.shape, generator=generator)
+                    p.copy_((2 * u - 1) * bound)
         for name, p in self.named_parameters():
             if "out_layers.3." in name or "proj_out." in name or name.startswith(("out.2.", "vector_")):
                 p.zero_()
