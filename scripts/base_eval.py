@@ -142,7 +142,10 @@ if metric == "loss":
             by_t = [validation_loss(*inputs, few, batch_size, seed, part)[0] for part in pairwise(edges)]
             result["loss_by_t"] = by_t
             print0("loss by t: [0, 0.02], 18 parts of 0.053, [0.98, 1]: " + " ".join(f"{x:.3f}" for x in by_t))
-    result |= {"loss": loss} | {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
+    result["loss"] = loss
+    for i, loss in enumerate(quarters):
+        if not math.isnan(loss):  # no image
+            result[f"loss_q{i}"] = loss
 
 elif metric == "bpd":
     kind = run.data["kind"]
@@ -259,7 +262,8 @@ else:
             real = metrics.image_set(name, other_split)
             verify(real, [other_split])
             ids = real.spread(n)
-            result["real_images"] = {"split": other_split, "num_images": n} | measure(real, ids, real.labels(ids))
+            result["real_images"] = {"split": other_split, "num_images": n}
+            result["real_images"] |= measure(real, ids, real.labels(ids))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Save the figures and their protocol beside the run or the samples

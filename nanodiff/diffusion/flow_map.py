@@ -82,7 +82,8 @@ class FlowMap(FlowMatching):
         loss of v."""
         if training is None:
             return super().losses(model, x0, t, noise, cond)
-        u_n, u_i, u_kind = training.draw(t.new_empty(len(t), 3)).unbind(1)
+        u = training.draw(t.new_empty(len(t), 3))
+        u_n, u_i, u_kind = u.unbind(1)
         # 80% of the rows jump between two of the times 0, 1/4, 1/2, 3/4, 1; 20% jump by at most 1/4, anywhere
         quarters = 1 + (4 * u_n).floor()
         first = ((5 - quarters) * u_i).floor()

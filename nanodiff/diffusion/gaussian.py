@@ -269,7 +269,9 @@ class GaussianDiffusion:
 
     def predict(self, model, x_t, t, **cond):
         """The model's output at x_t in fp32: the objective (N, C, H, W), and C channels of a learned variance or 0."""
-        return model(x_t, self.coefficients(t).model_t.flatten(), **cond).float().tensor_split([x_t.shape[1]], dim=1)
+        model_t = self.coefficients(t).model_t.flatten()
+        out = model(x_t, model_t, **cond).float()
+        return out.tensor_split([x_t.shape[1]], dim=1)
 
     def predict_x0(self, prediction, x_t, t):
         """The x0 that a prediction at x_t implies: the inverse of `target`."""
@@ -303,7 +305,8 @@ class GaussianDiffusion:
 
     def denoise(self, model, x_t, t, **cond):
         """p_mean_variance of the model's output, for sampling and bits/dim: clipped if clip_denoised."""
-        return self.p_mean_variance(*self.predict(model, x_t, t, **cond), x_t, t, self.clip_denoised)
+        prediction, log_variance = self.predict(model, x_t, t, **cond)
+        return self.p_mean_variance(prediction, log_variance, x_t, t, self.clip_denoised)
 
     def vb_term(self, p, x0, x_t, t):
         """Term t of the variational bound (Ho et al. eq. 5) in bits/dim (N,): KL, or at t = 0 -log p(x_0 | x_1).
@@ -401,7 +404,8 @@ class GaussianDiffusion:
             x_t = SAMPLERS[sampler](process, x_t, i, p, x0, generator, eta)
             _, _, x0 = p
             if start_image:
-                x_t = torch.where(start_image.is_kept(T - i, T), process.noised(start_image.x0, i - 1, noise), x_t)
+                is_kept = start_image.is_kept(T - i, T)
+                x_t = torch.where(is_kept, process.noised(start_image.x0, i - 1, noise), x_t)
             if progress:
                 progress(T - i, T, x0)
         return x_t

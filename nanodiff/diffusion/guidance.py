@@ -8,7 +8,12 @@ from nanodiff.common import Tensors, UserError, print0
 from nanodiff.conditions import null_condition
 
 
-def parse_interval(text: str, name: str = "cfg_interval", least: float = 0.0, most: float = 1.0):
+def parse_interval(
+    text: str,
+    name: str = "cfg_interval",
+    least: float = 0.0,
+    most: float = 1.0,
+):
     """(0.3, 0.8) from "0.3,0.8", such as a range of t from 0 (image) to 1 (noise); `name`: of the setting."""
     try:
         low, high = (float(x) for x in text.split(","))
@@ -66,4 +71,6 @@ def make_denoiser(model, cond: Tensors, settings):
 def with_and_without(predict, x_t, t, cond: Tensors, null: Tensors):
     """predict(x_t, t, **cond), and the same with `null` instead, in one pass of twice the batch; both in fp32."""
     both = {name: torch.cat([value, null.get(name, value)]) for name, value in cond.items()}
-    return predict(torch.cat([x_t, x_t]), torch.cat([t, t]), **both).float().chunk(2)
+    x_t = torch.cat([x_t, x_t])
+    t = torch.cat([t, t])
+    return predict(x_t, t, **both).float().chunk(2)

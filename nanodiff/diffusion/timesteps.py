@@ -102,8 +102,10 @@ class LossSecondMoment(Timesteps):
         p = self.probabilities()
         weights = 1 / (len(p) * p)  # keep the mean loss unbiased
         # Each (T,), by one copy to the device
-        cdf, weights = torch.stack([p.cumsum(0), weights]).float().to(u.device, non_blocking=True)
-        t = torch.searchsorted(cdf, u, right=True).clamp(max=len(p) - 1)  # the inverse CDF
+        table = torch.stack([p.cumsum(0), weights]).float()
+        cdf, weights = table.to(u.device, non_blocking=True)
+        t = torch.searchsorted(cdf, u, right=True)  # the inverse CDF
+        t = t.clamp(max=len(p) - 1)
         return t, weights[t]
 
     @collective("the gathering of losses by timestep")

@@ -48,7 +48,12 @@ def check_base(base: dict, tensors: Tensors, adapters: dict) -> None:
         )
 
 
-def class_rows(table: Tensor, table_names: list[str], class_names: list[str], num_rows: int) -> Tensor:
+def class_rows(
+    table: Tensor,
+    table_names: list[str],
+    class_names: list[str],
+    num_rows: int,
+) -> Tensor:
     """A class table (num_rows, C) for `class_names`, with rows taken from the `table` of the classes `table_names`.
 
     New classes, and the null class in the last row, start as the table's null class; without one, as its mean.
@@ -61,7 +66,13 @@ def class_rows(table: Tensor, table_names: list[str], class_names: list[str], nu
     return torch.stack(rows)
 
 
-def merge(base: dict, tensors: Tensors, adapters: dict, adapter_tensors: Tensors, scale: float) -> tuple[dict, Tensors]:
+def merge(
+    base: dict,
+    tensors: Tensors,
+    adapters: dict,
+    adapter_tensors: Tensors,
+    scale: float,
+) -> tuple[dict, Tensors]:
     """Merge adapters (their meta, tensors by our names) into a base -> (meta, tensors). Weights become W + scale
     alpha / rank B A. The adapters' new classes are added: see class_rows."""
     check_base(base, tensors, adapters)
@@ -73,7 +84,8 @@ def merge(base: dict, tensors: Tensors, adapters: dict, adapter_tensors: Tensors
         if name.endswith(A):
             weight = name.removesuffix(A) + ".weight"
             delta = adapter_tensors[name.replace(A, B)].float() @ x.float()  # (out, in), on the CPU: in full fp32
-            tensors[weight] = tensors[weight].add(delta, alpha=scale * lora["alpha"] / lora["rank"])
+            alpha = scale * lora["alpha"] / lora["rank"]
+            tensors[weight] = tensors[weight].add(delta, alpha=alpha)
         elif name.endswith(ROWS):
             weight = name.removesuffix(ROWS) + ".weight"
             num_rows = len(tensors[weight]) + len(names) - len(base_names)

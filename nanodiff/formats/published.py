@@ -79,7 +79,12 @@ def renamed(tensors: Tensors, old_parts, new_parts) -> Tensors:
 # Forms: from_* gets all options of a file and ignores those of other forms
 
 
-def from_meta(state_dict: Tensors, heads: int = 0, label_drop: float = 0.1, **unused) -> tuple[DiTConfig, Tensors]:
+def from_meta(
+    state_dict: Tensors,
+    heads: int = 0,
+    label_drop: float = 0.1,
+    **unused,
+) -> tuple[DiTConfig, Tensors]:
     """Config and state dict from `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL."""
     tensors = renamed(state_dict, reversed(META.values()), reversed(META))
     if not label_drop and "y_embed.weight" in tensors:  # add the null class that our table has; it is never asked for
@@ -88,7 +93,8 @@ def from_meta(state_dict: Tensors, heads: int = 0, label_drop: float = 0.1, **un
     pos_embed = tensors.pop("pos_embed")[0]  # (tokens, C)
     config, tensors = from_classic(tensors, math.isqrt(len(pos_embed)), heads)
     # It may have been stored in bf16 before
-    if not torch.allclose(pos_embed.float(), sincos_table(config), atol=max(1e-2, torch.finfo(pos_embed.dtype).eps)):
+    tolerance = max(1e-2, torch.finfo(pos_embed.dtype).eps)
+    if not torch.allclose(pos_embed.float(), sincos_table(config), atol=tolerance):
         raise ValueError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
     return config, tensors
 

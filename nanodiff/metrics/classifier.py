@@ -63,7 +63,8 @@ class Classifier(Network):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if self.channels == 1:  # grey images may come as RGB
             images = images.float().mean(1, keepdim=True)
-        images = shrink(images, self.resolution).expand(-1, self.channels, -1, -1)  # or as one channel for an RGB judge
+        images = shrink(images, self.resolution)
+        images = images.expand(-1, self.channels, -1, -1)  # grey images for an RGB judge
         features = self.pooled(images.float() / 127.5 - 1)
         return features, self.head(features)
 
@@ -76,7 +77,10 @@ class Classifier(Network):
 class Residual(nn.Module):
     def __init__(self, width: int):
         super().__init__()
-        self.body = nn.Sequential(conv_bn_relu(width, width), conv_bn_relu(width, width))
+        self.body = nn.Sequential(
+            conv_bn_relu(width, width),
+            conv_bn_relu(width, width),
+        )
 
     def forward(self, x):
         return x + self.body(x)
@@ -84,7 +88,11 @@ class Residual(nn.Module):
 
 def conv_bn_relu(n_in: int, n_out: int, stride: int = 1) -> nn.Sequential:
     conv = nn.Conv2d(n_in, n_out, 3, stride, padding=1, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(n_out), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        conv,
+        nn.BatchNorm2d(n_out),
+        nn.ReLU(inplace=True),
+    )
 
 
 def shrink(images: Tensor, resolution: int) -> Tensor:
@@ -136,7 +144,8 @@ def train_classifier(train, val, device) -> Classifier:
 
     images, labels = load_images(val, classifier.resolution)
     _, logits = classifier.eval().features(images)
-    classifier.accuracy.fill_((logits.argmax(1) == labels).float().mean())
+    is_right = logits.argmax(1) == labels
+    classifier.accuracy.fill_(is_right.float().mean())
     return classifier
 
 
@@ -153,8 +162,12 @@ def initialise(classifier: Classifier, seed: int = 0) -> Classifier:
 
 def load_images(dataset, resolution: int, seed: int = 0):
     """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
-    indices = np.sort(torch.randperm(dataset.num_images, generator=make_generator(seed))[:MAX_IMAGES])
-    parts = [shrink(torch.as_tensor(dataset.images(rows)), resolution) for rows in dataset.batches(indices, 1000)]
+    order = torch.randperm(dataset.num_images, generator=make_generator(seed))
+    indices = np.sort(order[:MAX_IMAGES])
+    parts = []
+    for rows in dataset.batches(indices, 1000):
+        images = torch.as_tensor(dataset.images(rows))
+        parts.append(shrink(images, resolution))
     return torch.cat(parts), torch.as_tensor(dataset.labels(indices))
 
 

@@ -19,8 +19,8 @@ def mean_and_covariance(sums: Tensor) -> tuple[Tensor, Tensor]:
     """Mean (F,) and unbiased covariance (F, F) of the vectors in outer_sums."""
     count = sums[-1, -1]
     mu = sums[-1, :-1] / count
-    sigma = (sums[:-1, :-1] - count * mu.outer(mu)) / (count - 1)
-    return mu, sigma
+    scatter = sums[:-1, :-1] - count * mu.outer(mu)
+    return mu, scatter / (count - 1)
 
 
 def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
@@ -34,16 +34,23 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
 
     def factor(sigma):  # (F, rank): A with A A^T = sigma
         values, vectors = torch.linalg.eigh(sigma)
-        noise = len(values) * torch.finfo(values.dtype).eps * values[-1].clamp(min=0)
+        eps = torch.finfo(values.dtype).eps
+        noise = len(values) * eps * values[-1].clamp(min=0)
         rank = values > noise  # smaller eigenvalues are rounding errors of 0
         return vectors[:, rank] * values[rank].sqrt()
 
     overlap = torch.linalg.svdvals(factor(sigma1).T @ factor(sigma2)).sum()
     between_means = (mu1 - mu2).square().sum()
-    return max(float(between_means + sigma1.trace() + sigma2.trace() - 2 * overlap), 0.0)
+    total = between_means + sigma1.trace() + sigma2.trace() - 2 * overlap
+    return max(float(total), 0.0)
 
 
-def kernel_distance(x: Tensor, y: Tensor, num_subsets: int = 100, subset_size: int = 1000):
+def kernel_distance(
+    x: Tensor,
+    y: Tensor,
+    num_subsets: int = 100,
+    subset_size: int = 1000,
+):
     """KID (Binkowski et al. 2018) of features (N, F) and (M, F): mean and deviation over random subsets.
 
     It is an unbiased squared MMD with kernel (x . y / F + 1)^3: between sets of one distribution it averages 0.
@@ -52,7 +59,8 @@ def kernel_distance(x: Tensor, y: Tensor, num_subsets: int = 100, subset_size: i
     generator = make_generator(0)
 
     def draw(features):
-        return features[torch.randperm(len(features), generator=generator)[:m]].double()
+        order = torch.randperm(len(features), generator=generator)
+        return features[order[:m]].double()
 
     values = torch.empty(num_subsets, dtype=torch.float64)
     for i in range(num_subsets):
@@ -80,7 +88,12 @@ def inception_score(logits: Tensor, splits: int = 10) -> tuple[float, float]:
     return float(scores.mean()), float(scores.std(correction=0))
 
 
-def precision_recall(real: Tensor, fake: Tensor, k: int = 3, batch_size: int = 1000) -> tuple[float, float]:
+def precision_recall(
+    real: Tensor,
+    fake: Tensor,
+    k: int = 3,
+    batch_size: int = 1000,
+) -> tuple[float, float]:
     """Precision and recall of fake features (M, F) against real ones (N, F) (Kynkaanniemi et al. 2019, eq. 2 and 3).
 
     Precision is the fraction of fake points within the real manifold, recall the reverse. A manifold is the union of
@@ -93,7 +106,10 @@ def precision_recall(real: Tensor, fake: Tensor, k: int = 3, batch_size: int = 1
 
     def radii(points):
         # k + 1, as the nearest is the point itself
-        return torch.cat([torch.cdist(batch, points).kthvalue(k + 1).values for batch in points.split(batch_size)])
+        nearest = []
+        for batch in points.split(batch_size):
+            nearest.append(torch.cdist(batch, points).kthvalue(k + 1).values)
+        return torch.cat(nearest)
 
     def fraction_within(points, centres, radius):
         count = 0
@@ -102,7 +118,9 @@ def precision_recall(real: Tensor, fake: Tensor, k: int = 3, batch_size: int = 1
             count += int(is_within.any(1).sum())
         return count / len(points)
 
-    return fraction_within(fake, real, radii(real)), fraction_within(real, fake, radii(fake))
+    precision = fraction_within(fake, real, radii(real))
+    recall = fraction_within(real, fake, radii(fake))
+    return precision, recall
 
 
 def copies(real: Tensor, fake: Tensor, batch_size: int = 1000) -> float:

@@ -73,9 +73,17 @@ def resize(x: Tensor, size: int) -> Tensor:
     return weights(height) @ x @ weights(width).T
 
 
-def conv_bn_relu(n_in: int, n_out: int, kernel, stride: int = 1, padding="same") -> nn.Sequential:
+def conv_bn_relu(
+    n_in: int,
+    n_out: int,
+    kernel,
+    stride: int = 1,
+    padding="same",
+) -> nn.Sequential:
     conv = nn.Conv2d(n_in, n_out, kernel, stride, padding, bias=False)
-    return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(n_out, eps=1e-3), relu=nn.ReLU(inplace=True)))
+    bn = nn.BatchNorm2d(n_out, eps=1e-3)
+    layers = OrderedDict(conv=conv, bn=bn, relu=nn.ReLU(inplace=True))
+    return nn.Sequential(layers)
 
 
 class Mixed(nn.Module):

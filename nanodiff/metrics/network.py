@@ -21,12 +21,18 @@ class Network(nn.Module):
         """`forward` in batches, for any tensor or array of images; returns float32 on the CPU."""
         device = next(self.parameters()).device
         with full_float32(device):  # the caller may be sampling under autocast
-            outputs = [self(batch.to(device)) for batch in torch.as_tensor(images).split(self.batch_size)]
+            batches = torch.as_tensor(images).split(self.batch_size)
+            outputs = [self(batch.to(device)) for batch in batches]
         features, logits = map(torch.cat, zip(*outputs))
         return features.cpu(), logits.cpu()
 
 
-def share_by_class(is_right: np.ndarray, labels: np.ndarray, class_names: list[str], name: str) -> dict:
+def share_by_class(
+    is_right: np.ndarray,
+    labels: np.ndarray,
+    class_names: list[str],
+    name: str,
+) -> dict:
     """{name: the share of images that are right, name_of: {class: its share}}, of `is_right` and `labels` (N,)."""
     by_class = {}
     for k, class_name in enumerate(class_names):

@@ -15,7 +15,11 @@ from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
 
 ModelConfig = DiTConfig | UNetConfig
 # arch -> the config and the module of a backbone. A new one needs its file and a row here
-BACKBONES = {"dit": (DiTConfig, DiT), "dit_classic": (DiTConfig, DiT), "unet": (UNetConfig, UNet)}
+BACKBONES = {
+    "dit": (DiTConfig, DiT),
+    "dit_classic": (DiTConfig, DiT),
+    "unet": (UNetConfig, UNet),
+}
 # Fields of a model's config that the data decide, and fields that follow from others. The rest have a setting
 FROM_DATA = ("image_size", "in_channels", "out_channels", *FACTS)
 DERIVED = ("mlp_ratio", "channel_mult", "null_class", "flow_map")

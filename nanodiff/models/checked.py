@@ -14,7 +14,9 @@ def results(out: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The outputs and, if gradients are enabled, the gradients of the sum of their squares."""
     if not out.requires_grad:
         return [out]
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), weights, materialize_grads=True)]
+    squares = out.square().sum()
+    grads = torch.autograd.grad(squares, weights, materialize_grads=True)
+    return [out.detach(), *grads]
 
 
 class Checked:

@@ -16,12 +16,14 @@ from nanodiff.dist import from_first_rank
 from nanodiff.models.build import uncompiled
 from nanodiff.models.dit import split_qkv
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 
 
 def scale_for(x, dtype, headroom=1.0):
     """The factor to divide x by, so that `headroom` times its largest number still fits into `dtype`."""
-    return (x.abs().amax().float() + 1e-20) * headroom / torch.finfo(dtype).max
+    largest = x.abs().amax().float() + 1e-20
+    return largest * headroom / torch.finfo(dtype).max
 
 
 def to_fp8(x, scale, dtype):
@@ -33,7 +35,14 @@ def to_fp8(x, scale, dtype):
 def product(a, a_scale, b, b_scale):
     """a (..., K) b (N, K)^T -> (..., N) bf16; a comes in fp8, divided by its scale, and b is cast to e4m3 here."""
     b = to_fp8(b, b_scale, E4M3)
-    out = torch._scaled_mm(a.flatten(0, -2), b.T, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    out = torch._scaled_mm(
+        a.flatten(0, -2),
+        b.T,
+        a_scale,
+        b_scale,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
     return out.unflatten(0, a.shape[:-1])
 
 
@@ -56,9 +65,12 @@ class Product(torch.autograd.Function):
     def backward(ctx, *parts):
         x, w, g_scale, w_scale = ctx.saved_tensors
         # In this order: once the parts have a place in g, Inductor casts them in another pass
-        g8 = torch.cat([to_fp8(part, g_scale, E5M2) for part in parts], 2).flatten(2)
+        parts8 = [to_fp8(part, g_scale, E5M2) for part in parts]
+        g8 = torch.cat(parts8, 2).flatten(2)
         g = torch.cat(parts, 2).flatten(2)
-        return product(g8, g_scale, w.T, w_scale), g.flatten(0, 1).T @ x.flatten(0, 1), None, None, None
+        x_grad = product(g8, g_scale, w.T, w_scale)
+        w_grad = g.flatten(0, 1).T @ x.flatten(0, 1)
+        return x_grad, w_grad, None, None, None
 
 
 class Linear(nn.Linear):
@@ -68,7 +80,8 @@ class Linear(nn.Linear):
 
     def forward(self, x):
         if self.training:
-            return Product.apply(x.bfloat16(), self.weight.bfloat16(), self.x_scale, self.g_scale, self.heads)
+            w = self.weight.bfloat16()
+            return Product.apply(x.bfloat16(), w, self.x_scale, self.g_scale, self.heads)
         out = super().forward(x)
 
         def measure(g):
@@ -94,9 +107,11 @@ def use_fp8(model: nn.Module, device, dtype) -> None:
             "multiple of 16; accepted: False"
         )
     # A step of 16 bytes from scale to scale: else cuBLAS refuses them
-    model.scales = torch.ones(len(model.blocks), 4, 2, 4, device=device)[..., 0]
+    spaced = torch.ones(len(model.blocks), 4, 2, 4, device=device)
+    model.scales = spaced[..., 0]  # (blocks, layers, 2)
     for block, scales in zip(model.blocks, model.scales):
-        for layer, pair in zip((block.qkv, block.proj, block.fc1, block.fc2), scales):
+        layers = (block.qkv, block.proj, block.fc1, block.fc2)
+        for layer, pair in zip(layers, scales):
             layer.__class__ = Linear
             layer.x_scale, layer.g_scale = pair
         block.qkv.heads = block.heads
@@ -112,7 +127,8 @@ def calibrate(model: nn.Module, process, autocast, batch, share: int) -> None:
     cond = {name: value[:8] for name, value in cond.items()}
     model.eval()
     with uncompiled(), autocast:
-        losses = process.losses(model, *(x[:8] for x in tensors), cond, training)["loss"]
+        few = [x[:8] for x in tensors]
+        losses = process.losses(model, *few, cond, training)["loss"]
         torch.autograd.grad(losses.sum() / share, model.patch_embed.weight)  # through all blocks
     model.train()
     scales = from_first_rank(model.scales.tolist(), "the scales of fp8")
