@@ -24,7 +24,12 @@ def parse_interval(
     return low, high
 
 
-def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, overrides):
+def choose_guidance(
+    cfg_scale: float,
+    cfg_interval: str,
+    fault: str,
+    overrides,
+):
     """The scale of the guidance that samples get, and its interval of t.
 
     `fault`: why the model cannot be guided, or "". If it cannot, both settings are ignored; a line names those in

@@ -53,7 +53,12 @@ def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> s
     return ""
 
 
-def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) -> str:
+def choose_sampler(
+    process,
+    sampler: str,
+    steps: int | str,
+    eta: float = 0.0,
+) -> str:
     """Resolve "auto", and refuse what process.sample would fail on. `steps`: a number, or a respacing."""
     if sampler == "auto":
         sampler = process.default_sampler

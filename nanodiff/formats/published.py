@@ -144,7 +144,13 @@ def from_classic(tensors: Tensors, tokens: int, heads: int) -> tuple[DiTConfig, 
     return config, tensors | {"patch_embed.weight": patches.flatten(1)}
 
 
-def from_diffusers(state_dict: Tensors, sample_size: int, patch_size: int, num_attention_heads: int, **unused):
+def from_diffusers(
+    state_dict: Tensors,
+    sample_size: int,
+    patch_size: int,
+    num_attention_heads: int,
+    **unused,
+):
     """Config and state dict from a DiTTransformer2DModel and its config.json."""
     unique = {}
     for name, value in state_dict.items():

@@ -125,7 +125,12 @@ def build_model(model_config: ModelConfig, device, seed: int) -> nn.Module:
     return model
 
 
-def load_weights(model: nn.Module, tensors: Tensors, source, assign: bool = False) -> None:
+def load_weights(
+    model: nn.Module,
+    tensors: Tensors,
+    source,
+    assign: bool = False,
+) -> None:
     """Strict load_state_dict. `assign`: the model keeps these tensors instead of copying them."""
     try:
         model.load_state_dict(tensors, assign=assign)
