@@ -28,7 +28,7 @@ from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.prepare.parts import images_per_part, write_note
 
 data = ""  # name of an image set, or the path of its folder
-autoencoder = ""  # weights of the autoencoder: a file, one of an encoder/decoder pair, or a folder
+autoencoder = ""  # weights of the autoencoder: a file, one of an encoder/decoder pair, or diffusers' folder
 name = ""  # name of the latent set; "" = DATA_AUTOENCODER
 latent_norm = "channels"  # channels|scale: normalise by the set's mean and std, or by the autoencoder's published scale
 flip = False  # also encode the mirrored images, so that training can use --flip

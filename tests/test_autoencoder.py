@@ -109,11 +109,12 @@ def test_layouts_give_one_model(published_kl, tmp_path, layout, suffix):
 
 def test_without_quant_convs_and_in_half_precision(tmp_path):
     ae = AutoencoderKL(**KL_SHAPE | {"quant_conv": False}).bfloat16()
-    save_safetensors(ae.state_dict(), tmp_path / "vae.safetensors")
+    path = tmp_path / "vae.safetensors"
+    save_safetensors(ae.state_dict(), path)
     config = {"_class_name": "AutoencoderKL", "norm_num_groups": 4, "scaling_factor": 0.3611, "shift_factor": 0.1159}
     (tmp_path / "config.json").write_text(json.dumps(config | {"use_quant_conv": False}))
-    opened = open_autoencoder(tmp_path)
-    with open(tmp_path / "vae.safetensors", "r+b") as f:  # overwritten in place: the opened model is a copy
+    opened = open_autoencoder(path)
+    with open(path, "r+b") as f:  # overwritten in place: the opened model is a copy
         f.write(bytes(100_000))
     assert_same_model(opened, ae.float())
     assert (opened.scale, opened.shift) == (0.3611, 0.1159)
@@ -127,7 +128,7 @@ def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
     torch.save(ae.encoder.state_dict(), encoder)
     one_up = lambda name: re.sub(r"^\d+", lambda m: str(int(m[0]) + 1), name)  # 0 clamps z
     torch.save({one_up(name): w for name, w in ae.decoder.state_dict().items()}, decoder)
-    for path in (encoder, decoder, tmp_path):
+    for path in (encoder, decoder):
         opened = open_autoencoder(path)
         assert_same_model(opened, ae)
         assert opened.sha256 == hashlib.sha256(encoder.read_bytes() + decoder.read_bytes()).hexdigest()
@@ -142,7 +143,7 @@ def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
 
 
 def test_files_that_are_refused(tmp_path):
-    refused("found no file ending in", open_autoencoder, tmp_path)
+    refused("holds no diffusion_pytorch_model", open_autoencoder, tmp_path)
     vae, taesd = tmp_path / "vae.safetensors", tmp_path / "taesd_encoder.pth"
     save_safetensors(AutoencoderKL(**KL_SHAPE).state_dict(), vae)
     refused("groups|num_channels", open_autoencoder, vae)  # 32 without config.json, which 8 channels do not allow
@@ -150,7 +151,6 @@ def test_files_that_are_refused(tmp_path):
     refused("what is its scale", open_autoencoder, vae)
     torch.save({"0.weight": torch.ones(64, 3, 3, 3)}, taesd)
     refused("neither an SD VAE nor both halves of a TAESD", open_autoencoder, taesd)
-    refused(r"found taesd_encoder\.pth, vae\.safetensors", open_autoencoder, tmp_path)
 
 
 @pytest.mark.parametrize("ae", [AutoencoderKL(**KL_SHAPE), TinyAutoencoder(4, False)], ids=["kl", "tiny"])

@@ -233,7 +233,6 @@ class TinyAutoencoder(Autoencoder):
 # ---------------------------------------------------------------------------------------------------------------------
 # Weight files
 
-SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
 RENAMES = [  # from the names of CompVis, TAESD, diffusers, and diffusers before 0.18 (SD 1.5's VAE) to those above
     (r"^first_stage_model\.", ""),  # in a whole SD checkpoint
     (r"^decoder\.(\d+)", lambda m: f"decoder.{int(m[1]) - 1}"),  # TAESD counts the clamp of z as layer 0
@@ -261,17 +260,23 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
     """The frozen autoencoder at `path`, in fp32 on the CPU; its shape is read off the weights.
 
     `path`: a weight file with the names of diffusers or CompVis (or a whole SD checkpoint), either file of a TAESD pair
-    `*encoder.*`, `*decoder.*`, or a folder with one of these (if several, `diffusion_pytorch_model.*`). A config.json
-    beside it sets scale, shift and the norms' groups. A pair's sha256 is the hash of `cat encoder decoder`.
+    `*encoder.*`, `*decoder.*`, or diffusers' folder. A config.json beside the weights sets scale, shift and the norms'
+    groups. A pair's sha256 is the hash of `cat encoder decoder`.
     """
     path = at(path)
-    files = find_weights(path)
-    first, *_ = files.values()
-    settings = first.with_name("config.json")
+    file = max(path.glob("diffusion_pytorch_model.*"), default=path)  # .safetensors if any
+    if file.is_dir():
+        raise UserError(f"{path} holds no diffusion_pytorch_model.*; accepted: diffusers' folder, or a file")
+    encoder = file.with_name(file.name.replace("decoder", "encoder"))
+    decoder = file.with_name(file.name.replace("encoder", "decoder"))
+    files = {"": file}
+    if encoder != decoder and encoder.is_file() and decoder.is_file():
+        files = {"encoder.": encoder, "decoder.": decoder}
+    settings = file.with_name("config.json")
     weights = {}
     with reading(path, "holds neither an SD VAE nor both halves of a TAESD"):
-        for prefix, file in files.items():
-            tensors, _ = read_tensors(file)
+        for prefix, part in files.items():
+            tensors, _ = read_tensors(part)
             for name, w in tensors.get("state_dict", tensors).items():
                 weights[prefix + name] = w
         weights = rename(weights)
@@ -284,30 +289,10 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
         ae.scale = float(config.get("scaling_factor") or ae.scale)  # null in some files
         ae.shift = float(config.get("shift_factor") or ae.shift)
     ae.name = path.resolve().name
-    if path.is_file():
-        ae.name = re.sub(r"[-_.]encoder$", "", first.stem)
+    if file == path:
+        ae.name = re.sub("[-_.](en|de)coder$", "", path.stem)
     ae.sha256 = sha256_of(*files.values())
     return ae.eval().requires_grad_(False)
-
-
-def find_weights(path: Path) -> dict[str, Path]:
-    """{"": file} or {"encoder.": file, "decoder.": file}, by open_autoencoder's rules."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-        main_files = [file for file in files if file.stem == "diffusion_pytorch_model"]
-        files = main_files[-1:] or files  # .safetensors if any
-    if files:
-        first = files[0]
-        encoder = first.with_name(first.name.replace("decoder", "encoder"))
-        decoder = first.with_name(first.name.replace("encoder", "decoder"))
-        result = {"": first}
-        if encoder != decoder and encoder.is_file() and decoder.is_file():
-            result = {"encoder.": encoder, "decoder.": decoder}
-        if set(files) <= set(result.values()):
-            return result
-    names = ", ".join(file.name for file in files) or f"no file ending in {', '.join(SUFFIXES)}"
-    raise UserError(f"{path}: expected one weight file or one pair of encoder and decoder, found {names}")
 
 
 def rename(weights: Tensors) -> Tensors:
