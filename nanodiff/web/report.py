@@ -91,12 +91,13 @@ def smooth(y: np.ndarray) -> np.ndarray:
     return averages
 
 
-def thin(y: np.ndarray) -> np.ndarray:
-    """Indices to draw: both ends, and the extremes of each of BINS parts, so that a spike of one step stays visible."""
-    keep = [0, len(y) - 1]
+def thin(x: np.ndarray, y: np.ndarray) -> dict:
+    """Points to draw: both ends, and the extremes of each of BINS parts, so that a spike of one step stays visible."""
+    rows = [0, len(y) - 1]
     for part in np.array_split(np.arange(len(y)), min(BINS, len(y))):
-        keep += [part[y[part].argmin()], part[y[part].argmax()]]
-    return np.unique(keep)
+        rows += [part[y[part].argmin()], part[y[part].argmax()]]
+    rows = np.unique(rows)
+    return {"x": x[rows].tolist(), "y": [float(f"{value:.6g}") for value in y[rows]]}
 
 
 def in_words(key: str) -> str:
@@ -111,45 +112,41 @@ def charts(runs: list[Run]) -> str:
     """One chart per metric; with several runs, one chart per key and in it one curve per run."""
     keys = sorted({key for run in runs for key in run.history if key not in NOT_DRAWN})
     page = ""
-    for name in dict.fromkeys([*TITLES, *map(chart_of, keys)]):
-        group = [key for key in keys if chart_of(key) == name]
+    for metric in dict.fromkeys([*TITLES, *map(chart_of, keys)]):
+        group = [key for key in keys if chart_of(key) == metric]
         if len(runs) == 1:
-            page += chart(TITLES.get(name, name), name, [(runs[0], key, in_words(key)) for key in group])
+            page += chart(metric, metric, [(runs[0], key, in_words(key)) for key in group])
             continue
         for key in group:
-            page += chart(in_words(key), name, [(run, key, run.name) for run in runs])
+            page += chart(key, metric, [(run, key, run.name) for run in runs])
     return page or "<p>Nothing has been logged so far.</p>"
 
 
-def chart(title: str, name: str, metrics: list[tuple[Run, str, str]]) -> str:
-    """A chart with a curve for each (run, key, label); `name`: see chart_of.
+def chart(name: str, metric: str, sources: list[tuple[Run, str, str]]) -> str:
+    """A chart of a metric or a key with a curve for each (run, key, label); `metric`: see chart_of.
 
     Noisy metrics are smoothed; a single one is also shown as it was logged. Styles of curves: "line", "raw" is faint,
     "dots" marks each value.
     """
-    is_single = sum(key.startswith("train/") for _, key, _ in metrics) == 1
+    is_single = sum(key.startswith("train/") for _, key, _ in sources) == 1
     curves = []
-    for i, (run, key, label) in enumerate(metrics):
+    for colour, (run, key, label) in enumerate(sources):
         points = sorted(run.history.get(key, {}).items())
         if not any(value for _, value in points):  # MFU is 0 where the device's peak is unknown
             continue
         x, y = map(np.array, zip(*points))
-        if not key.startswith("train/"):
-            styles = [(label, "dots", y)]
-        elif key == "train/lrm" or len(y) < 10:
-            styles = [(label, "line", y)]
-        else:
-            styles = [(label, "line", smooth(y))]
+        x *= run.per_step
+        style = "dots"
+        if key.startswith("train/") and key != "train/lrm" and len(y) >= 10:
             if is_single:
-                styles.insert(0, ("not smoothed", "raw", y))
-        for words, style, values in styles:
-            rows = thin(values)
-            curve = {"label": words, "style": style, "colour": i, "x": (x[rows] * run.per_step).tolist()}
-            curves.append(curve | {"y": [float(f"{value:.6g}") for value in values[rows]]})
+                curves.append({"label": "not smoothed", "style": "raw", "colour": colour} | thin(x, y))
+            style = "line"
+            y = smooth(y)
+        curves.append({"label": label, "style": style, "colour": colour} | thin(x, y))
     if not curves:
         return ""
     unit = "step" if run.per_step == 1 else "images"
-    text = json.dumps({"title": title, "metric": name, "unit": unit, "curves": curves}, separators=(",", ":"))
+    text = json.dumps({"title": in_words(name), "metric": metric, "unit": unit, "curves": curves})
     text = text.replace("<", "\\u003c")  # nothing in it ends the script element
     return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
 
