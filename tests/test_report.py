@@ -225,11 +225,11 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     differing = page.source.split("Settings that differ")[1].split("</details>")[0]
     assert "total_batch_size" in differing and "resolution" not in differing
     head, *rows = re.findall("<tr>(.*?)</tr>", differing)
-    assert re.findall("<th>(.*?)</th>", head) == ["", "a", "b", "b from step 10", "b from step 20"]
-    assert {"<th>lr</th><td>-</td><td>0.125</td><td>0.5</td><td>0.25</td>"} <= {*rows}
+    assert re.findall("<th>(.*?)</th>", head) == ["", "default", "a", "b", "b from step 10", "b from step 20"]
+    assert {"<th>lr</th><td>0.125</td><td>-</td><td>0.125</td><td>0.5</td><td>0.25</td>"} <= {*rows}
     figures = page.source.split("<figure")[0]
     assert "<th>lowest validation loss</th><td>1.05</td><td>1.025</td>" in figures
-    assert "<th>fid_steps=5</th><td>-</td><td>2.5</td>" in figures
+    assert "<th>fid_steps=5: FID, lower is better</th><td>-</td><td>2.5</td>" in figures
     assert any(row.endswith("<td>base_train.py, --data=plain</td><td>--lr=0.25</td>") for row in rows)
     assert page.source.index("<figure") < page.source.index("plain of a") < page.source.index("Settings that differ")
     losses = page.charts["training loss"]  # over images: 20 x 10 steps of 8 and 40 x 10 steps of 16
@@ -250,7 +250,7 @@ def test_a_published_recipe_is_told_the_loss_to_expect(base):
     facts["num_iterations"] = 4000
     (folder / "config.json").write_text(json.dumps(facts))
     log(folder, [{"step": step, "train/loss": 0.15 + 1e-5 * step} for step in range(10, 2500, 10)])
-    assert "loss 0.170 at step 2,000; expected 0.149 to 0.157" in report(folder).text
+    assert "0.170 at step 2,000; expected 0.149 to 0.157" in report(folder).text
     facts["num_iterations"] = 3000
     (folder / "config.json").write_text(json.dumps(facts))
     assert "expected" not in report(folder).text

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 
@@ -162,7 +163,6 @@ def strip(run: Run) -> str:
         png = base64.b64encode(path.read_bytes()).decode()
         images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * run.per_step}" '
         images += f'src="data:image/png;base64,{png}" hidden>'
-    last = len(selection) - 1
     names = ""
     model = run.facts["model"]
     fields = [name for name in FIELDS if model.get(name)]
@@ -170,7 +170,7 @@ def strip(run: Run) -> str:
         names = "".join(f"<li>{escape(name)}</li>" for name in run.facts["data"]["class_names"])
     return f"""<figure class="strip"><figcaption>Samples of {escape(run.name)}<output></output></figcaption>
 <div class="rows"><ol>{names}</ol>{images}</div>
-<input type="range" max="{last}" value="{last}" aria-label="step of the samples">
+<input type="range" aria-label="step of the samples">
 <small>{len(selection)} of {len(grids)} grids, all with the same noise and classes</small></figure>"""
 
 
@@ -179,18 +179,16 @@ def strip(run: Run) -> str:
 
 
 def cell(value) -> str:
-    """Format a value: commas in integers and floats from 1,000 up, else four digits."""
+    """Format a value: four digits of a float, commas in an integer; long texts and lists are cut."""
     if value is None:
         return ""
     if type(value) is float:
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return f"{value:,.4g}"
     if type(value) is int:
         return f"{value:,}"
-    if isinstance(value, list | dict) and len(value) > 20:
-        return f"{len(value):,} entries"
     if isinstance(value, list):
         value = ", ".join(map(str, value))
-    return escape(str(value))
+    return escape(shorten(str(value), 1000))
 
 
 def table(columns: dict[str, dict], min_values: int = 1) -> str:
@@ -209,10 +207,12 @@ def table(columns: dict[str, dict], min_values: int = 1) -> str:
 
 
 def flat(facts: dict, prefix: str = "") -> dict:
-    """Nested facts as one level: {"a": {"b": 1}} -> {"a b": 1}; a dict of more than 20 entries stays as it is."""
+    """Nested facts as one level: {"a": {"b": 1}} -> {"a b": 1}; the settings in "config" keep their names."""
     pairs = {}
     for key, value in facts.items():
-        if isinstance(value, dict) and len(value) <= 20:
+        if key == "config":
+            pairs |= value
+        elif isinstance(value, dict):
             pairs |= flat(value, f"{prefix}{key} ")
         else:
             pairs[prefix + key] = value
@@ -221,12 +221,9 @@ def flat(facts: dict, prefix: str = "") -> dict:
 
 def evaluation(result: dict, run: Run) -> str:
     """Results of base_eval: the figures in words, with those of real images beside them; the protocol is folded."""
-    metric = result.pop("metric")
     rows = result.pop("rows", [])  # for each sampler and number of steps
     real = flat(result.pop("real_images", {}))
-    facts = flat(result)
-    step = (result.get("samples_protocol", {}) | result).get("step")  # None for files from elsewhere
-    source = run.name if step is None else f"{run.name}, step {step:,}"
+    step = f", step {result['step']:,}" if "step" in result else ""  # none in files from elsewhere
     figures = ""
     for key, value in result.items():
         if type(value) is float and not key.endswith(("_std", "cfg_scale", "eta")):
@@ -236,21 +233,31 @@ def evaluation(result: dict, run: Run) -> str:
     if real:
         columns["real images"] = real
     content = table(columns) if rows else f'<ul class="figures">{figures}</ul>'
-    return f"""<h2>{escape(metric)} of {escape(source)}</h2>{content}
-<details><summary>All figures, protocol</summary>{table({"samples": facts} | columns)}</details>"""
+    return f"""<h2>{escape(f"{result['metric']} of {run.name}{step}")}</h2>{content}
+<details><summary>All figures, protocol</summary>{table({"samples": flat(result)} | columns)}</details>"""
 
 
 def summary(run: Run) -> dict:
-    """What was trained, how far, and where."""
+    """What was trained, how far and where, and the figures by which runs are compared: the lowest logged, each metric's
+    last result by file name."""
     last = [run.facts, *run.facts["changes"]][-1]
     largest = {key: max(values.values()) for key, values in run.history.items()}
-    return {
+    figures = {
         "step": f"{largest.get('step', 0):,} of {last['num_iterations']:,}",
         "images": largest.get("images_seen"),
         "parameters": run.facts.get("num_params"),
         "minutes": largest.get("total_training_time_s", 0.0) / 60,
         "machine": run.facts["environment"].get("device"),
+        "training loss": compare_loss(run),
     }
+    for key in ("val/loss", "val/loss_ema", "val/fid", "val/fd_classifier", "val/fd_simclr"):
+        if key in run.history:
+            figures[f"lowest {in_words(key)}"] = min(run.history[key].values())
+    for result in run.results:
+        for key in (result["metric"], "total_bpd", "precision", "recall"):
+            if key in result:
+                figures[f"{result['metric']}{result['changed']}: {in_words(key)}"] = result[key]
+    return figures
 
 
 def compare_loss(run: Run) -> str:
@@ -261,36 +268,20 @@ def compare_loss(run: Run) -> str:
     for record in read_json(LOSSES).get(run.facts["data"]["name"], []):
         if record["recipe"].items() <= facts.items():
             for step, target in record["losses"].items():
-                step = int(step)
-                near = [loss for i, loss in losses.items() if 0.95 * step <= i <= 1.05 * step]
-                if near and step <= max(losses):
-                    low, high = target - LOSS_SPREAD, target + LOSS_SPREAD
-                    line = f"loss {np.mean(near):.3f} at step {step:,}; expected {low:.3f} to {high:.3f} by this recipe"
+                near = {i: loss for i, loss in losses.items() if 0.95 * int(step) <= i <= 1.05 * int(step)}
+                if max(near, default=0) >= int(step):
+                    mean = sum(near.values()) / len(near)
+                    limits = f"{target - LOSS_SPREAD:.3f} to {target + LOSS_SPREAD:.3f}"
+                    line = f"{mean:.3f} at step {int(step):,}; expected {limits} by this recipe"
     return line
 
 
-def best(run: Run) -> dict:
-    """The figures by which runs are compared: the lowest logged, each metric's last result by file name."""
-    figures = summary(run)
-    for key in ("val/loss", "val/loss_ema", "val/fid", "val/fd_classifier", "val/fd_simclr"):
-        if key in run.history:
-            figures[f"lowest {in_words(key)}"] = min(run.history[key].values())
-    for result in run.results:
-        metric = result["metric"]
-        for key in (metric, "total_bpd", "precision", "recall"):
-            if key in result:
-                name = metric + result["changed"]  # figures compare only if drawn alike
-                figures[name if key == metric else f"{key}, {name}"] = result[key]
-    return figures
-
-
 def versions(run: Run) -> dict[str, dict]:
-    """{heading: config.json as one level}: a column for the run's start, and one per resume that changed settings."""
-    facts = {key: value for key, value in run.facts.items() if key not in ("config", "changed_from", "changes")}
-    facts = run.facts["config"] | flat(facts)
-    columns = {run.name: facts}
+    """{heading: config.json as one level}: the defaults, the run's start, each resume that changed settings."""
+    facts = flat(run.facts | {"changed_from": {}, "changes": None})
+    columns = {"default": facts | run.facts["changed_from"], run.name: facts}
     for change in run.facts["changes"]:
-        facts = facts | flat(change | {"config": {}}) | change["config"]
+        facts = facts | flat(change)
         columns[f"{run.name} from step {change['step']:,}"] = facts
     return columns
 
@@ -305,26 +296,19 @@ def write_report(run_dirs: list[Path], path: Path) -> None:
         for run in runs:
             run.name = str(run.folder)
     title = escape(" and ".join(run.name for run in runs))
-    body = f"<h1>{title}</h1>"
-    if len(runs) == 1:
-        body += "<p>" + " | ".join(f"{key} {cell(value)}" for key, value in summary(runs[0]).items()) + "</p>"
-        body += f"<p>{compare_loss(runs[0])}</p>"
-    else:
-        body += table({run.name: best(run) for run in runs})
-    evaluations = strips = ""
-    columns = {}  # settings
+    figures = {run.name: summary(run) for run in runs}
+    strips = evaluations = ""
+    settings = {}
     for run in runs:
         strips += strip(run)
-        settings = versions(run)
-        if len(runs) == 1:
-            columns["default"] = settings[run.name] | run.facts["changed_from"]
-        columns |= settings
+        settings |= versions(run)
         for result in run.results:
             evaluations += evaluation(result, run)
-    body += f'<div class="charts">{strips}{charts(runs)}</div>{evaluations}'
-    body += f"<details><summary>Settings that differ (-: unknown then)</summary>{table(columns, 2)}</details>"
-    body += f"<details><summary>All settings, sizes, machine</summary>{table(columns)}</details>"
-    body += f"<p><small>Written at {time.strftime('%Y-%m-%d %H:%M')}</small></p>"
+    body = f"""<h1>{title}</h1>{table(figures)}
+<div class="charts">{strips}{charts(runs)}</div>{evaluations}
+<details><summary>Settings that differ (-: unknown then)</summary>{table(settings, 2)}</details>
+<details><summary>All settings, sizes, machine</summary>{table(settings)}</details>
+<p><small>Written at {time.strftime("%Y-%m-%d %H:%M")}</small></p>"""
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     write_atomic(path, template.replace("$body", body, 1).replace("$title", title, 1).encode())
 
