@@ -24,7 +24,6 @@ from nanodiff.files import read_json, write_atomic
 from nanodiff.training.checkpoint import list_checkpoints
 
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
-MOST_BYTES = 2**25  # of a longer metrics.jsonl, only every n-th line is read, and all evaluations
 MOST_GRIDS = 24  # per run; report.html embeds them
 BY_QUARTER = " by quarter of t, from image to noise"
 WORDS = read_json(Path(__file__).with_name("words.json"))
@@ -48,12 +47,8 @@ class Run:
 def read_run(folder: Path, over_images: bool) -> Run:
     facts = {"changes": [], "changed_from": {}} | read_json(folder / "config.json")
     history = {}
-    path = folder / "metrics.jsonl"
-    with suppress(FileNotFoundError), open(path, "rb") as lines:
-        every = 1 + path.stat().st_size // MOST_BYTES
-        for i, text in enumerate(lines):
-            if i % every and b'"val/' not in text:
-                continue
+    with suppress(FileNotFoundError), open(folder / "metrics.jsonl", "rb") as lines:
+        for text in lines:
             with suppress(Exception):  # torn by a kill, or not one of our lines
                 line = json.loads(text)
                 step = int(line["step"])
