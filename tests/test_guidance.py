@@ -1,6 +1,5 @@
 """Guidance: the published forward_with_cfg, and its laws."""
 
-import numpy as np
 import pytest
 import torch
 from conftest import refused
@@ -56,11 +55,7 @@ def test_a_step_at_an_end_of_the_interval_is_guided(low, high):
 
 @pytest.mark.parametrize("names", [["1", "2", "3"], ["a", "2", "b, c"]])
 def test_names_win_over_numbers(names):
-    """In text. In Python a string is a name, an integer a number."""
-    assert parse_classes("2,2", names) == [1, 1] and parse_classes("0", names) == [0]
-    for numbers in ([2, 0], np.array([2, 0]), range(2, -1, -2)):
-        assert parse_classes(numbers, names) == [2, 0]
-        assert parse_classes([names[number] for number in numbers], names) == [2, 0]
-    assert parse_classes(1, names) == [1] and parse_classes(None, names) is parse_classes([], names) is None
-    for wrong in (["0"], "7", [3], -1, 1.5, [[1], [0, 2]], {1}, True):
+    assert parse_classes("2, 2", names) == [1, 1] and parse_classes("0", names) == [0]
+    assert parse_classes("", names) is None and parse_classes(f'1,"{names[2]}"', names)[1] == 2
+    for wrong in ("7", "-1", "1.5", "9" * 5000, "0,,1"):
         refused("is unknown; there are 3 classes", parse_classes, wrong, names)

@@ -2,7 +2,6 @@
 
 import csv
 import tempfile
-from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,22 +19,18 @@ from nanodiff.sampling.draw import ModelSamples, SampleSettings, Shape
 from nanodiff.sampling.inputs import READERS, open_inputs, read_from_images, start_from
 
 
-def parse_classes(classes, class_names: list[str]) -> list[int] | None:
-    """Class numbers; None if no class is given. In a text such as "ring,3", digits that name no class are a number. A
-    string in a list is always a name."""
-    numbers = {key: number for number, name in enumerate(class_names) for key in (number, name)}
-    if classes is None:
-        classes = ()
-    if isinstance(classes, str):
-        texts = next(csv.reader([classes], skipinitialspace=True), ())
-        classes = [int(text[:4000]) if text.isdecimal() and text not in numbers else text for text in texts]
+def parse_classes(classes: str, class_names: list[str]) -> list[int] | None:
+    """Class numbers of comma-separated names or numbers, such as "ring,3"; None for "". A name wins over a number."""
+    numbers = {str(number): number for number in range(len(class_names))}
+    numbers |= {name: number for number, name in enumerate(class_names)}
     result = []
-    for value in np.array(classes, object).ravel():
-        if isinstance(value, bool) or not isinstance(value, str | Real) or value not in numbers:
+    for text in next(csv.reader([classes], skipinitialspace=True), ()):
+        number = numbers.get(text)
+        if number is None:
             names = ", ".join(class_names)[:200]
             has = f"{len(class_names)} classes; accepted: {names}, or numbers from 0" if names else "no classes"
-            raise UserError(f"classes: {str(value)!r} is unknown; there are {has}")
-        result.append(numbers[value])
+            raise UserError(f"classes: {text!r} is unknown; there are {has}")
+        result.append(number)
     return result or None
 
 
