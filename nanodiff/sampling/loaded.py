@@ -59,20 +59,18 @@ def parse_size(size: str, config, codec) -> Shape | None:
 def settings_for(loaded, **overrides) -> SampleSettings:
     """SampleSettings from settings of scripts/sample.py; the others are the run's own."""
     options = SimpleNamespace(**vars(defaults) | overrides)
-    config = loaded.config
+    changes = {name: value for name, value in overrides.items() if value != getattr(defaults, name, value)}
     process = loaded.process
-    published_steps = min(50, getattr(process, "num_timesteps", 33))
     run = {  # a published file has no such settings: 50 steps (33 of ralston), guidance 2
-        "steps": config.get("sample_steps", published_steps) or process.default_steps,
-        "sampler": config.get("sampler", "auto"),
-        "cfg_scale": config.get("cfg_scale", 2.0),
-        "cfg_interval": config.get("cfg_interval", "0,1"),
+        "sample_steps": min(50, getattr(process, "num_timesteps", 33)),
+        "sampler": "auto",
+        "cfg_scale": 2.0,
+        "cfg_interval": "0,1",
     }
-    changes = {name: value for name, value in vars(options).items() if value != getattr(defaults, name, value)}
-    run |= changes
+    run |= loaded.config | changes
     if options.respacing and options.steps:
         raise UserError("steps and respacing both choose the timesteps; accepted: one of them")
-    steps = options.respacing or run["steps"]
+    steps = options.respacing or options.steps or run["sample_steps"] or process.default_steps
     sampler = choose_sampler(process, run["sampler"], steps, options.eta)
     guidance = choose_guidance(run["cfg_scale"], run["cfg_interval"], loaded.why_unguided, changes)
     return SampleSettings(steps, sampler, *guidance, options.eta, options.cfg_channels)
