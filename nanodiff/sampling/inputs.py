@@ -63,17 +63,18 @@ def read_pairs(place: str, samples) -> Inputs:
     codec = samples.codec
     form = (codec.description["given_scaling"], samples.model.config.given_channels)
 
-    def decode_rows(rows, shape):
+    @functools.cache
+    def views(shape):  # all images at the size of samples of this shape: (N, C, H, W) uint8
         sides = [n * codec.downsample for n in shape[1:]]  # in pixels, also for latents
-        return np.stack([decode_second(items[row].payload, *form, *sides) for row in rows])
+        return np.stack([decode_second(item.payload, *form, *sides) for item in items])
 
     def read(rows, shape):
-        return to_model_range(torch.from_numpy(decode_rows(rows, shape)))
+        return to_model_range(torch.from_numpy(views(shape)[rows]))
 
-    with reading(Path(place)):  # all that samples may see of them, for the protocol's hash
+    with reading(Path(place)):
         shapes = [samples.size] if samples.size else codec.shapes
-        views = [decode_rows(range(len(items)), shape).reshape(len(items), -1) for shape in shapes]
-    return from_file(read, place, np.concatenate(views, axis=1), labels)
+        description = with_hash(place, *map(views, shapes), labels)
+    return Inputs(read, {(1, 1): range(len(items))}, labels, description)
 
 
 def read_low_res(place: str, samples) -> Inputs:
