@@ -127,19 +127,16 @@ if from_first_rank(rank == 0 and store.open(), "the store"):  # the other ranks 
     print0(f"{num_images:,} images of this protocol are there already: {output}")
     leave_together()
     sys.exit()
-num_stored = store.num_drawn()
-if num_stored:
-    print0(f"{num_stored:,} of {num_images:,} images are there already, in {store.folder}")
-num_new = num_images - num_stored
+num_new = sum(len(store.parts[k]) for k in store.missing())  # by all ranks
+if num_new < num_images:
+    print0(f"{num_images - num_new:,} of {num_images:,} images are there already, in {store.folder}")
 start = time.perf_counter()
 with Progress(num_new, "images", "sampling") as bar:
+
+    def on_step(i, steps, x0):
+        bar.update(world * len(x0) / steps)  # the other ranks are about as far
+
     for k in store.missing(rank, world):
-        num_drawn = store.num_drawn() - num_stored  # by all ranks
-
-        def on_step(i, steps, x0, num_drawn=num_drawn):
-            done = num_drawn + len(x0) * i / steps
-            bar.update(done - bar.done)
-
         with autocast:
             x0 = samples.draw(store.parts[k], on_step)
         store.write(k, codec.to_output(x0).transpose(0, 2, 3, 1))  # (n, H, W, C)

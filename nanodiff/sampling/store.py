@@ -48,10 +48,6 @@ class SampleStore:
         """The parts that a rank has yet to draw; parts are dealt to the ranks in turn."""
         return [k for k in range(rank, len(self.parts), world) if not self.path(k).exists()]
 
-    def num_drawn(self) -> int:
-        """Images drawn so far."""
-        return self.num_images - sum(len(self.parts[k]) for k in self.missing())
-
     def write(self, k: int, images: np.ndarray) -> None:
         """Write part k, (n, H, W, C), atomically."""
         with writing(self.path(k)) as file:
