@@ -12,6 +12,7 @@ Image i depends only on (seed, i) and its conditions. After a stop or a kill the
 ranks, and writes the same bytes.
 """
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -150,18 +151,12 @@ if not_finite:
 if rank == 0:
     images = [codec.picture(array.transpose(2, 0, 1)[None])[0] for array in store.first(GRID_IMAGES)]  # (C, H, W)
     num_shown = len(images)
-    columns = samples.columns
-    second_images = samples.second_images(ids[:num_shown])
+    columns = samples.columns * math.ceil(num_shown / (8 * samples.columns))  # as wide as a screen
     order = ""
-    if second_images:
+    if second_images := samples.second_images(ids[:num_shown]):
         images = [image for pair in zip(second_images, images) for image in pair]
         columns = 8
         order = " (second image, sample, second image, ...)"
-    elif num_shown > 8 * columns:  # as wide as a screen: each column, such as a class, becomes a row
-        images += [np.zeros_like(images[0])] * (-num_shown % columns)
-        images = [image for row in range(columns) for image in images[row::columns]]
-        columns = len(images) // columns
-        order = " (numbered down the columns)"
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, protocol=store.protocol))
     seconds = time.perf_counter() - start

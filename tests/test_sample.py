@@ -137,12 +137,11 @@ def test_default_names_tell_what_differs(runs, run_script, capsys):
 
 
 def test_many_images_are_as_wide_as_a_screen(run_script, capsys, tmp_path):
-    """A class per row; the last place of a row may stay black."""
+    """Eight rows at most; a class keeps to columns of its own."""
     run_script("sample", *TIMELESS, "--model=flow", "--num_images=70", "--steps=1", f"--out={tmp_path / 'a'}")
-    assert "a grid of 70 (numbered down the columns): " in capsys.readouterr().out
+    assert "a grid of 70: " in capsys.readouterr().out
     grid = decode_png((tmp_path / "a.png").read_bytes())
-    assert grid.shape == (8 * 50 + 2, 9 * 50 + 2, 3)
-    assert not grid[-50:, -50:].any() and grid[5 * 50 + 2, -40].any()
+    assert grid.shape == (5 * 50 + 2, 2 * 8 * 50 + 2, 3)
 
 
 def test_samples_of_a_file_go_to_the_base_folder(runs, run_script, capsys, monkeypatch, tmp_path):
