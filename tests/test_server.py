@@ -76,16 +76,6 @@ def test_a_client_that_does_not_read_is_left_in_silence(server, monkeypatch, cap
     assert sent == [] and capsys.readouterr().err == ""
 
 
-def test_a_body_that_comes_in_drips_is_cut_off(server, monkeypatch):
-    monkeypatch.setattr(Handler, "timeout", 0.5)
-    cut = threading.Event()
-    server.work = lambda send: cut.set()
-    client = http.client.HTTPConnection(own := f"127.0.0.1:{server.server_port}")
-    client.request("POST", "/", headers={"Origin": f"http://{own}", "Content-Length": "9999"})
-    while not cut.wait(0.1):
-        client.send(b"x")  # for ever, if it is still read
-
-
 def test_a_second_request_is_told_that_we_are_busy_until_the_first_client_leaves(server):
     left = threading.Event()
 
