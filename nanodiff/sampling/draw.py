@@ -272,17 +272,17 @@ class ModelSamples:
         return self.codec.to_pixels(self.draw(ids, on_step))
 
     def second_images(self, ids) -> list[Tensor]:
-        """The second images of samples `ids`, or []: (C, H, W) uint8 on the CPU, enlarged to the samples' size."""
+        """The second images of samples `ids`, or []: (C, H, W) uint8 on the CPU, enlarged to the samples' size.
+
+        Of latents in super-resolution the first channels: no decoder knows such small ones.
+        """
         pictures = []
         for name in self.inputs.keys() & IMAGES:
             for part in self.batches(np.asarray(ids), 8):  # of one shape
                 shape = self.shape_of(part[0])
-                image = self.inputs[name](part, shape)
-                if name == "low_res":  # made from x0, so the codec shows it
-                    pictures += self.codec.to_pixels(F.interpolate(image, shape[1:]))
-                else:
-                    sides = [side * self.codec.downsample for side in shape[1:]]
-                    pictures += to_uint8(visible(F.interpolate(image, sides))).cpu()
+                sides = [side * self.codec.downsample for side in shape[1:]]
+                image = F.interpolate(self.inputs[name](part, shape), sides)
+                pictures += to_uint8(visible(image)).cpu()
         return pictures
 
 
