@@ -256,12 +256,12 @@ def test_the_losses_to_expect_are_the_guides():
     """One row of its table for each recipe; a loss for each step."""
     table = (ROOT / "runs" / "GUIDE.md").read_text().split("| training loss on CIFAR-10 at step ")[1]
     head, _, *rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()[:5]]
-    for record in read_json(LOSSES)["cifar10"]:
-        recipe = "depth {depth}, patch {patch_size}, {num_iterations:,} steps of {total_batch_size}"
-        start = recipe.format(**record["recipe"])
+    for recipe in read_json(LOSSES)["recipes"]:
+        text = "depth {model depth}, patch {model patch_size}, {num_iterations:,} steps of {total_batch_size}"
+        start = text.format(**recipe["settings"])
         (row,) = [row for row in rows if row[1].startswith(start)]
         published = dict(zip(head[1:], row[2:]))
-        for step, loss in record["losses"].items():
+        for step, loss in recipe["losses"].items():
             assert published[f"{int(step):,}"] == f"{loss:.3f}"
 
 

@@ -28,7 +28,7 @@ MOST_GRIDS = 24  # per run; report.html embeds them
 BY_QUARTER = " by quarter of t, from image to noise"
 WORDS = read_json(Path(__file__).with_name("words.json"))
 TITLES = WORDS["charts"]  # of metrics, in the order of their charts; other metrics come last
-LOSSES = Path(__file__).parents[2] / "runs" / "records" / "losses.json"  # training losses by set, recipe, step
+LOSSES = Path(__file__).parents[2] / "runs" / "records" / "losses.json"  # training losses by recipe and step
 LOSS_SPREAD = 0.004  # means over a tenth of the steps around one differ by less between seeds
 # Smoothed by the report itself; straight lines
 NOT_DRAWN = ("train/loss_smooth", "step", "images_seen", "total_training_flops", "total_training_time_s")
@@ -206,7 +206,7 @@ def flat(facts: dict, prefix: str = "") -> dict:
     pairs = {}
     for key, value in facts.items():
         if key == "config":
-            pairs |= value
+            pairs = pairs | value
         elif isinstance(value, dict):
             pairs |= flat(value, f"{prefix}{key} ")
         else:
@@ -257,12 +257,12 @@ def summary(run: Run) -> dict:
 
 def compare_loss(run: Run) -> str:
     """The training loss beside the one expected at the last step for which a published recipe has it; "" for others."""
-    facts = run.facts["config"] | run.facts["model"] | {"num_iterations": run.facts["num_iterations"]}
+    facts = flat(run.facts)
     losses = run.history.get("train/loss", {})
     line = ""
-    for record in read_json(LOSSES).get(run.facts["data"]["name"], []):
-        if record["recipe"].items() <= facts.items():
-            for step, target in record["losses"].items():
+    for recipe in read_json(LOSSES)["recipes"]:
+        if recipe["settings"].items() <= facts.items():
+            for step, target in recipe["losses"].items():
                 near = {i: loss for i, loss in losses.items() if 0.95 * int(step) <= i <= 1.05 * int(step)}
                 if max(near, default=0) >= int(step):
                     mean = sum(near.values()) / len(near)
