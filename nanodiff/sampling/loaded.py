@@ -97,17 +97,13 @@ def open_samples(loaded, **overrides) -> ModelSamples:
 
 
 def as_file(value, path: Path) -> str:
-    """Return a file name as it is. Save an array, a Pillow image or a tuple (images, classes), so that one reader does
-    for all."""
+    """Return a file name as it is. Save an array or a tuple (images, classes), so that one reader does for all."""
     if isinstance(value, str | Path):
         return str(value)
     with reading(path.name, "is no array"):
         if isinstance(value, tuple):
             path = path.with_suffix(".npz")
             np.savez(path, *value)
-        elif hasattr(value, "save"):
-            path = path.with_suffix(".png")
-            value.save(path)
         else:
             path = path.with_suffix(".npy")
             np.save(path, value)
@@ -118,8 +114,8 @@ def sample(loaded, classes=(), num_images: int = 16, **overrides) -> np.ndarray:
     """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
 
     `overrides`: see settings.py. Instead of files, from_images, mask and the conditions may be arrays: (n, H, W, C),
-    (H, W), (n, D). Images may be a tuple (images, class numbers), or a Pillow image. Other settings may be tuples and
-    numbers: cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
+    (H, W), (n, D). Images may be a tuple (images, class numbers). Other settings may be tuples and numbers:
+    cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
     """
     settings = read_settings(vars(defaults))
     options = {"classes": classes, "num_images": num_images} | overrides
