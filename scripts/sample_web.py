@@ -118,9 +118,7 @@ def draw(request: dict, runs: dict[str, Path], send, device, compute_dtype) -> N
     send(note=f"Loading {request['run']}")
     step = request["checkpoint_step"]
     weights = dict(list_checkpoints(path)).get(step, path)
-    with reading(path):
-        time_ns = weights.stat().st_mtime_ns
-    loaded, samples = load(path, step, request["ema"], time_ns, device)
+    loaded, samples = load(path, step, request["ema"], weights.stat().st_mtime_ns, device)
     classes = parse_classes(request["classes"], loaded.class_names)
     settings = settings_for(loaded, **request)
     samples = replace(samples, settings=settings, seed=request["seed"], classes=classes, not_finite=0)
