@@ -364,15 +364,8 @@ def open_arrays(path: Path, channels_axis: int = -1) -> tuple[np.ndarray, np.nda
 def read_arrays(path: Path, options: Options) -> Source:
     """uint8 arrays unchanged; other numbers as fp16, with options.range mapped to [-1, 1]; or options.latents."""
     images, labels, _ = open_arrays(path, 1 if options.latents else -1)
-    is_bytes = images.dtype == np.uint8
-    is_picture = is_bytes and (images.ndim == 3 or images.shape[3] in (1, 3))
-    if images.shape[1] != images.shape[2] and not (is_picture or options.latents):
-        raise UserError(
-            f"{path} holds {images.dtype} of shape {images.shape}; "
-            "accepted: squares, channels last; or uint8 with 1 or 3 channels, which can be scaled"
-        )
     facts = len(images), class_numbers(labels), options
-    if is_bytes:
+    if images.dtype == np.uint8:
         return array_source([("", images, labels)], *facts)
     least = float(images.min())  # NaN if there is one
     most = float(images.max())
@@ -394,10 +387,10 @@ def read_arrays(path: Path, options: Options) -> Source:
         source.meta = {"kind": "latents", "latents": describe_latents(encoder, options.latents) | {"parts": 1}}
         return source
     low, high = options.range or (least, most)
-    if low > most or high < least:
-        raise UserError(f"{path} holds values from {least:g} to {most:g}; range={low:g},{high:g} has none of them")
-    if low == high:
-        raise UserError(f"{path} holds the value {low:g} alone; accepted: uint8, or prepare_data with --range=LOW,HIGH")
+    if low == high or low > most or high < least:
+        raise UserError(
+            f"{path} holds values from {least:g} to {most:g}; accepted: uint8, or a range LOW,HIGH that has some"
+        )
 
     def scaled_images():
         for image in images:
