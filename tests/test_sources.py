@@ -155,4 +155,4 @@ def test_constant_dimensions_are_zero_and_each_image_has_a_vector(tmp_path):
     prepare(tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"))
     assert (told([0, 7])[:, 0] == 0).all()
     np.save(tmp_path / "v.npy", np.ones((9, 2)))
-    refused("9 vectors for 30 images", prepare, tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"))
+    refused("9 vectors, 0 names; accepted: 30", prepare, tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"))

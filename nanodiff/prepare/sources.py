@@ -445,27 +445,29 @@ def check_different(names: list[str], title: str) -> None:
         raise UserError(f"{title}: several of the images have one name, such as two tars' 000.png")
 
 
-def matched(source: Source, names: list, num_rows: int, setting: str, path: Path, key=str) -> Iterator:
-    """Each item and its row: by name, key(item.name), or for arrays by the item's position."""
+def matched(source: Source, names: list, num_rows: int, setting: str, path: Path) -> Iterator:
+    """Each item and its row: by its name, with or without suffix, or for arrays by its position."""
     title = f"{setting}={str(path)!r}"
-    if not source.unread:
-        if names:
-            raise UserError(f"{title} has names, images of arrays have none; accepted: {setting} alone, in their order")
-        if num_rows != source.num_images:
-            raise UserError(f"{title} has {num_rows:,} {setting} for {source.num_images:,} images")
-        return zip(source.items, range(num_rows))
-    rows = {name: row for row, name in enumerate(names)}
-    if len(rows) != num_rows:
-        raise UserError(f"{title} has {len(rows):,} different names for {num_rows:,} {setting}; image files need names")
-    images = [item.name for item in source.unread()]
-    check_different(images, title)
-    absent = [name for name in images if key(name) not in rows]
-    if absent:
-        raise UserError(f"{title} has none for {len(absent):,} of {len(images):,} images, such as {absent[0]!r}")
-    unused = rows.keys() - map(key, images)
-    if unused:
-        print0(f"{title}: {len(unused):,} {setting} belong to no image, such as {min(unused)!r}")
-    return ((item, rows[key(item.name)]) for item in source.items)
+    rows = range(num_rows)
+    if source.unread:
+        row_of = {name: row for row, name in enumerate(names)}
+        if len(row_of) != num_rows:
+            raise UserError(f"{title} has {len(row_of):,} different names for {num_rows:,} {setting} of image files")
+        images = [item.name for item in source.unread()]
+        check_different(images, title)
+        rows = [row_of.get(name, row_of.get(splitext(name)[0])) for name in images]
+        absent = [name for name, row in zip(images, rows) if row is None]
+        if absent:
+            raise UserError(f"{title} has none for {len(absent):,} of {len(images):,} images, such as {absent[0]!r}")
+        unused = {*range(num_rows)}.difference(rows)
+        if unused:
+            print0(f"{title}: {len(unused):,} {setting} belong to no image, such as {names[min(unused)]!r}")
+    elif names or num_rows != source.num_images:
+        raise UserError(
+            f"{title} has {num_rows:,} {setting}, {len(names):,} names; accepted: {source.num_images:,}, in the order "
+            "of the images, and no names"
+        )
+    return zip(source.items, rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -477,14 +479,10 @@ def add_pairs(source: Source, location: str, scaling: str) -> None:
 
     `scaling`: nearest or area."""
     path = at(location)
-
-    def stem(name):
-        return splitext(name)[0]
-
     if source.unread and path.is_dir():
         files, _ = open_folder(path)
         seconds = [file for file in files if is_image(relpath(file, path))]
-        names = [stem(cleaned(relpath(file, path))) for file in seconds]
+        names = [cleaned(splitext(relpath(file, path))[0]) for file in seconds]
     elif not source.unread and path.suffix in (".npy", ".npz"):
         files = [path]
         names = []
@@ -493,7 +491,7 @@ def add_pairs(source: Source, location: str, scaling: str) -> None:
             raise UserError(f"pairs={str(path)!r} holds {seconds.dtype}; accepted: uint8")
     else:
         raise UserError(f"pairs={str(path)!r}; accepted: for image files a folder, for arrays an .npy or .npz")
-    rows = matched(source, names, len(seconds), "pairs", path, stem)
+    rows = matched(source, names, len(seconds), "pairs", path)
     with reading(path, "begins with a second image that cannot be read"):
         channels = len(decode_second(seconds[0], scaling, 0, 1, 1))
     source.files += files
