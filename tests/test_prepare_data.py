@@ -122,7 +122,7 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "vectors near 10,000": (lambda t: vectors(t, names=FILES, vectors=1e4 + np.eye(8)), "fp16 loses differences"),
     "names for an array": (lambda t: vectors(t, names=FILES, vectors=np.ones((8, 2))) | array(t, IMAGES), "8 names; "),
     "wide": (lambda t: np.save(t / "w.npy", IMAGES.repeat(3, 2)) or array(t, IMAGES, pairs=t / "w.npy"), "no image"),
-    "labels of no image": (lambda t: npz(t, arr_0=IMAGES, labels=IMAGES[:0, 0, 0, 0]), "labels of shape"),
+    "labels of no image": (lambda t: npz(t, arr_0=IMAGES, labels=IMAGES[:0, 0, 0, 0]), "labels uint8 of shape"),
     "captions over a table": (lambda t: {"path": zipped(t, metadata_csv="file,text\ncat/0.png,b"), **OVER}, ".tsv"),
 }  # fmt: skip
 

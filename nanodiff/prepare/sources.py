@@ -38,6 +38,7 @@ CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1
 CIFAR10_BYTES = 170_052_171
 CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+IDX_IMAGES = "*images?idx3*"  # as MNIST and EMNIST call them: train-images-idx3-ubyte, perhaps .gz
 
 
 class Options(SimpleNamespace):
@@ -76,7 +77,7 @@ class Source:
 
 def detect(path: Path) -> str:
     if path.is_dir():
-        return "idx" if mnist_files(path) else "folder"
+        return "idx" if any(path.glob(IDX_IMAGES)) else "folder"
     if path.name == basename(CIFAR10_URL):
         return "cifar10"
     if path.suffix in (".npz", ".npy", ".zip"):
@@ -274,18 +275,6 @@ def class_numbers(labels: np.ndarray | None) -> list[str]:
     return [*map(str, numbers)]
 
 
-def mnist_files(folder: Path) -> dict[str, Path]:
-    """Split -> file of images, by MNIST's and EMNIST's names: train-images-idx3-ubyte, t10k-images-idx3-ubyte,
-    emnist-letters-test-images-idx3-ubyte, perhaps .gz."""
-    files = {}
-    for path in sorted(folder.glob("*images?idx3*"), reverse=True):  # train first
-        split = "train" if "train" in path.name else "val"
-        first = files.setdefault(split, path)
-        if not path.name.startswith(first.name[:10]):
-            raise UserError(f"{folder} holds several sets: {first.name}, {path.name}; give --path=FILE")
-    return files
-
-
 def open_idx(path: Path, dims: int) -> np.ndarray:
     """The array in an IDX file of bytes, gzipped or not."""
     with reading(path), open(path, "rb") as file:
@@ -300,15 +289,22 @@ def open_idx(path: Path, dims: int) -> np.ndarray:
 
 def read_idx(path: Path, options: Options) -> Source:
     """A file of images, or a folder with train-images and t10k-images; optionally with label files beside them."""
-    files = mnist_files(path) if path.is_dir() else {"train": path}
-    if not files:
-        raise UserError(f"no IDX files in {path}; looked for train-images-idx3-ubyte and t10k-images-idx3-ubyte")
+    paths = [path]
+    if path.is_dir():
+        paths = sorted(path.glob(IDX_IMAGES), reverse=True)  # train before t10k or test
+    files = {file.name.removesuffix(".gz"): file for file in paths}  # torchvision leaves both
+    splits = ["train" if "train" in name else "val" for name in files]
+    if not files or len({*splits}) < len(files):
+        raise UserError(
+            f"{path} has the IDX files {[*files]}; "
+            "accepted: train-images-idx3-ubyte and t10k-images-idx3-ubyte, or --path=FILE"
+        )
     images = []
     labels = []
-    for file in files.values():
+    for name, file in files.items():
         images.append(open_idx(file, 3))
-        name = file.name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
-        label_file = next(file.parent.glob(f"{name}*"), file)
+        label_name = name.replace("images", "labels").replace("idx3", "idx1")
+        label_file = next(file.parent.glob(f"{label_name}*"), file)
         if label_file != file:
             labels.append(open_idx(label_file, 1))
     counts = [*map(len, images)]
@@ -316,7 +312,8 @@ def read_idx(path: Path, options: Options) -> Source:
     if labels and num_labels != counts:
         raise UserError(f"{path} has {num_labels} labels for {counts} images")
     class_names = class_numbers(np.concatenate(labels) if labels else None)
-    splits = files if len(files) > 1 else [""]
+    if len(files) == 1:
+        splits = [""]
     blocks = zip(splits, images, labels or [None] * len(files))
     return array_source(blocks, sum(counts), class_names, options)
 
@@ -353,10 +350,11 @@ def open_arrays(path: Path, channels_axis: int = -1) -> tuple[np.ndarray, np.nda
             f"{path} holds {images.dtype} of shape {images.shape}; accepted: numbers of shape (N, H, W) or (N, H, W, C)"
         )
     if labels is not None:
-        if labels.shape != images.shape[:1]:
-            raise UserError(f"{path} has labels of shape {labels.shape} for {len(images):,} images")
-        if labels.dtype.kind not in "iu" or labels.min() < 0:
-            raise UserError(f"{path}: its labels are not class numbers 0, 1, ...")
+        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
+            raise UserError(
+                f"{path} has labels {labels.dtype} of shape {labels.shape}; "
+                f"accepted: class numbers 0, 1, ... of shape {images.shape[:1]}"
+            )
         labels = labels.astype(np.int64)
     return images, labels, protocol
 
