@@ -78,7 +78,6 @@ def vectors(tmp, **arrays):
 
 FILES = [f"{name}/{i}.png" for name in ("cat", "dog") for i in range(4)]
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
-OVER = {"captions": "m.csv", "labels": "none"}
 ROW = '{"file": "a.png", "text": "c"}'
 ZEROS = np.zeros((20, 8, 8), np.uint8)
 MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
@@ -123,7 +122,6 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "names for an array": (lambda t: vectors(t, names=FILES, vectors=np.ones((8, 2))) | array(t, IMAGES), "8 names; "),
     "wide": (lambda t: np.save(t / "w.npy", IMAGES.repeat(3, 2)) or array(t, IMAGES, pairs=t / "w.npy"), "no image"),
     "labels of no image": (lambda t: npz(t, arr_0=IMAGES, labels=IMAGES[:0, 0, 0, 0]), "labels uint8 of shape"),
-    "captions over a table": (lambda t: {"path": zipped(t, metadata_csv="file,text\ncat/0.png,b"), **OVER}, ".tsv"),
 }  # fmt: skip
 
 

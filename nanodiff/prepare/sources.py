@@ -202,8 +202,6 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
 
     if options.captions:
         captions = at(options.captions)
-        if captions.suffix != ".tsv" or options.captions == options.labels:
-            raise UserError(f"captions={options.captions!r}; accepted: another .tsv, to be written")
         if captions.exists():
             print0(f"captions: {captions} is there already and stays as it is")
         else:
