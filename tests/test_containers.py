@@ -161,7 +161,7 @@ def test_names_as_windows_macos_and_webdataset_write_them(tmp_path, kind):
 def test_what_a_table_leaves_open_is_refused(tmp_path):
     folder = images(tmp_path / "in")
     for second, line in (
-        ({"conditioning_image": "001.png"}, "no class for 59 of 60 images, such as '001.png' .*--pairs"),
+        ({"conditioning_image": "001.png"}, "no class for 60 of 60 images, such as '000.png' .*--pairs"),
         ({"text": ["x", "y"]}, r"text of an image is .\['x', 'y'\].; accepted: one text or number"),
         ({"label": [1.0, 0.0]}, r"label of an image is '\[1.0, 0.0\]'"),
     ):

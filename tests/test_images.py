@@ -234,12 +234,11 @@ CSV = {
 }
 WRONG_CSV = {
     "0.png,owl\n2.png,bat\n0.png,bat": r"a\.csv, line 3: '0\.png' has \('bat', .* here and \('owl', .* before",
-    "0.png,owl\n2.png, ": r"no class for 1 of 3 images, such as 'x/1\.png'",
+    "0.png,owl\n2.png, ": r"no class for 2 of 3 images, such as '2\.png'",
     "0.png,owl\n2.png, \nx/1.png,": r"no class for 2 of 3 images, such as '2\.png'",
     "file,label\n0.png,owl, brown": "line 2: found '0.png,owl, brown'",
     "0.png;owl": r"no class for 3 of 3 images, .*a row of the table: '0\.png;owl'",
     "owl,0.png": "no class for 3 of 3 images, .*a row of the table: 'owl'",
-    "class,label,file\na,b,0.png": "a.csv has the columns label and class; --label_column takes one",
     ",owl": "line 1: found ',owl'; accepted: rows of file,class",
     "file,label,label\n0.png,owl,bat": "line 1: found 'file,label,label'",
     "in/0.PNG,owl\n2.png,owl": r"for 2 of 3 images, such as '0\.png' .* a row of the table: 'in/0\.PNG'",

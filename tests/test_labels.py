@@ -279,8 +279,9 @@ def test_a_split_column_is_obeyed(tmp_path, capsys):
         write(path / "a" / "metadata.csv", "file,label,split\n" + rows)
         read(path)
         assert f"the table's split is not used: it has {name} alone" in capsys.readouterr().out
-    write(path / "a" / "metadata.csv", "file,label,class\n0.jpg,x,y\n")
-    refused("columns label and class; --label_column takes one", read, path)
+    write(path / "a" / "metadata.csv", "file,class,label\n" + "".join(f"{i}.jpg,y,x\n" for i in range(6)))
+    assert read(path) == {("x", False): 6} and read(path, label_column="class") == {("y", False): 6}
+    assert "columns read: file, label; not used: class" in capsys.readouterr().out
     refused("file_column='f': .* has none", read, pack(tmp_path / "b", ["0.jpg"], "folder"), file_column="f")
     path = pack(tmp_path / "c", spread("cat"), "folder")
     write(path / "metadata.csv", "id,split\ncat/0,train\ncat/1,train\ncat/2,val\n")

@@ -118,10 +118,7 @@ def read_table(table: dict, payload: str | bytes, origin: str, options, folder: 
             entry = table.setdefault(cleaned(join(folder, cleaned(file))), facts)
             if entry != facts:
                 raise UserError(f"{origin}, line {number}: {file!r} has {facts} here and {entry} before")
-    columns = set(itertools.chain(*rows)) - {None}
-    if columns.issuperset(LABEL_COLUMNS) and "label" in used and not options.label_column:
-        raise UserError(f"{origin} has the columns {' and '.join(LABEL_COLUMNS)}; --label_column takes one")
-    if unused := columns - used:
+    if unused := set(itertools.chain(*rows)) - used - {None}:
         print0(f"{origin}: columns read: {listed(used)}; not used: {listed(unused)}")
 
 
@@ -325,7 +322,7 @@ def classify(places: list[Place], labels: str, row: str | None = None) -> list[s
         if place.label not in train_labels:
             place.split = None
     places = [place for place in places if place.split is not None]
-    absent = [place for place in places if place.label is None] or [place for place in places if not place.label]
+    absent = [place for place in places if not place.label]
     if absent:
         of_all = f"{sum(place.count for place in absent):,} of {sum(place.count for place in places):,} images"
         hint = f"; a row of the table: {row!r}" if row else ""
