@@ -65,7 +65,6 @@ overwrite = False  # replace a set of the same name
 verify = ""  # name or folder of a set: only check it against its checksums
 # Arrays of uint16, floats, ... in .npz or .npy
 range = ""  # LOW,HIGH: the values that become -1 and 1; "" = the least and largest of the data
-latents = ""  # path of an autoencoder: the arrays are its latents (N, C, h, w), times its published scale
 # Only aspect_buckets=True
 side_unit = 0  # >= 0: sides are multiples of this; 0 = resolution / 16: a DiT's patch, or at 256 px two latents
 config = configure(globals())

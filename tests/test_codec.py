@@ -104,21 +104,6 @@ def test_classes_without_a_training_image_are_named(base, capsys):
     assert line in capsys.readouterr().out
 
 
-def test_latents_cached_elsewhere_are_what_a_published_model_sees(vae, base, run_script, tmp_path):
-    """Given times the scale, they are stored as the decoder wants them; a deviation far from 1 is another scale."""
-    (vae / "config.json").write_text('{"norm_num_groups": 4, "scaling_factor": 0.5, "shift_factor": 0.25}')
-    x0 = np.random.default_rng(0).normal(size=(40, 3, 4, 4)).astype(np.float32)
-    np.savez(tmp_path / "cached.npz", arr_0=x0, arr_1=np.arange(40) % 2)
-    assert "2 classes" in prepare(tmp_path / "cached.npz", latents=vae, val_fraction=0, name="theirs")
-    found = make_codec(open_dataset("theirs"), CPU).to_x0(stored("theirs", range(40)))
-    torch.testing.assert_close(found, torch.tensor(x0), rtol=0, atol=2e-3)
-    run_script("base_train", *TINY, "--data=theirs", "--patch_size=2", "--num_iterations=2", "--sample_every=0")
-    refused("theirs. holds latents of 3 channels; metrics", run_script, "base_eval", "--metric=fd_classifier")
-    for array, values in ((4 * x0, ""), (x0[:, :2], ""), (np.zeros((4, 8, 8), np.uint8), ""), (x0, "0,1")):
-        np.save(tmp_path / "odd.npy", array)
-        refused("latents", prepare, tmp_path / "odd.npy", latents=vae, range=values)
-
-
 def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_trained(vae, base, run_script):
     source = open_dataset("tiny")
     make_data("told", vectors_of=lambda labels: np.stack([labels, 3 - labels], 1))

@@ -83,7 +83,7 @@ ZEROS = np.zeros((20, 8, 8), np.uint8)
 MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
     "unknown kind of file": (lambda t: write(t / "a.bin", b"abcdefgh"), "cannot tell"),
     "a shell's pattern": (lambda t: {"path": t / "{0..2}.tar"}, r"as 'web/\*.tar' for web/\{000..123\}.tar"),
-    "latents of a folder": (lambda t: {"path": sized(t, [(8, 8)]), "latents": "a"}, "latents='a' is for arrays"),
+    "range of a folder": (lambda t: {"path": sized(t, [(8, 8)]), "range": "0,1"}, "range.* is for arrays"),
     "mixed sizes": (lambda t: sized(t, [(8, 8), (9, 9)]), r"cat/1\.png' is 9x9; .* one size, here 8x8"),
     "not square": (lambda t: sized(t, [(8, 9)]), "is 9x8; without prepare_data's --resolution"),
     "images in no class folder": (lambda t: write(sized(t, [(8, 8)]) / "loose.png", b"").parent, "class for 1 of 9"),

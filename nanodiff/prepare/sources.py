@@ -55,7 +55,6 @@ class Options(SimpleNamespace):
     aspect_buckets = False
     side_unit = 0  # sides of buckets are multiples of this; 0 = resolution / 16
     range = None  # (LOW, HIGH): values of arrays beyond 8 bits that become -1 and 1; None = the data's
-    latents = ""  # path of the autoencoder whose latents the arrays are
 
 
 @dataclass
@@ -118,10 +117,8 @@ def open_source(source: str, path: str, options: Options) -> Source:
     result.files.append(at(options.labels))
     if options.labels == "none":
         result.class_names = []
-    for setting in ("range", "latents"):
-        value = getattr(options, setting)
-        if value and setting not in result.meta:
-            raise UserError(f"{setting}={value!r} is for arrays beyond 8 bits, in .npz or .npy; latents have no range")
+    if options.range and "range" not in result.meta:
+        raise UserError(f"range={options.range!r} is for arrays beyond 8 bits, in .npz or .npy")
     if options.resolution and not result.sizes:
         result.sizes = [(options.resolution, options.resolution)]
     return result
@@ -326,7 +323,7 @@ def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
     return file
 
 
-def open_arrays(path: Path, channels_axis: int = -1) -> tuple[np.ndarray, np.ndarray | None, str]:
+def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
     """Images (N, H, W) or (N, H, W, C) of any numbers in an .npy, or in `arr_0` of an .npz; class numbers (N,) int64 or
     None; protocol.
 
@@ -335,13 +332,13 @@ def open_arrays(path: Path, channels_axis: int = -1) -> tuple[np.ndarray, np.nda
         file = load_arrays(path, "arr_0")
         if "arr_0" not in file:
             raise UserError(f"{path} has the arrays {', '.join(file)}; accepted: arr_0 and labels")
-        images = np.moveaxis(file["arr_0"], channels_axis, -1)
+        images = file["arr_0"]
         labels = file.get("labels", file.get("arr_1"))
         protocol = str(file.get("protocol", ""))
         if unused := {*file} - {"arr_0", "labels", "arr_1", "protocol"}:
             print0(f"note: {path}: {', '.join(sorted(unused))} ignored; classes are in labels or arr_1")
     is_picture = images.ndim == 3 and images.shape[2] < 5 <= images.shape[1]  # one, (H, W, C)
-    is_channels_first = images.ndim == 4 and channels_axis < 0 and images.shape[1] < 5 <= images.shape[3]
+    is_channels_first = images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]
     is_odd = is_picture or is_channels_first or images.ndim not in (3, 4)
     if is_odd or images.dtype.kind not in "uif" or not images.size:
         raise UserError(
@@ -358,8 +355,8 @@ def open_arrays(path: Path, channels_axis: int = -1) -> tuple[np.ndarray, np.nda
 
 
 def read_arrays(path: Path, options: Options) -> Source:
-    """uint8 arrays unchanged; other numbers as fp16, with options.range mapped to [-1, 1]; or options.latents."""
-    images, labels, _ = open_arrays(path, 1 if options.latents else -1)
+    """uint8 arrays unchanged; other numbers as fp16, with options.range mapped to [-1, 1]."""
+    images, labels, _ = open_arrays(path)
     facts = len(images), class_numbers(labels), options
     if images.dtype == np.uint8:
         return array_source([("", images, labels)], *facts)
@@ -367,21 +364,6 @@ def read_arrays(path: Path, options: Options) -> Source:
     most = float(images.max())
     if not np.isfinite([least, most]).all():
         raise UserError(f"{path} holds NaN or infinity")
-    if options.latents:
-        from nanodiff.data.latents import describe_latents, open_autoencoder  # a door
-
-        encoder = open_autoencoder(options.latents)
-        deviation = images[:1000].std(dtype=float)
-        if images.shape[3:] != (encoder.latent_channels,) or not 0.5 < deviation < 2:
-            raise UserError(
-                f"latents: {path} has {images.ndim} axes, {images.shape[-1]} channels, deviation {deviation:.3g}; "
-                f"accepted: (N, {encoder.latent_channels}, h, w) of {options.latents}, times its scale "
-                f"{encoder.scale:g}: deviation about 1"
-            )
-        latents = ((z / encoder.scale + encoder.shift).astype(np.float16) for z in images)
-        source = array_source([("", latents, labels)], *facts)
-        source.meta = {"kind": "latents", "latents": describe_latents(encoder, options.latents) | {"parts": 1}}
-        return source
     low, high = options.range or (least, most)
     if low == high or low > most or high < least:
         raise UserError(
