@@ -362,12 +362,10 @@ def read_arrays(path: Path, options: Options) -> Source:
         return array_source([("", images, labels)], *facts)
     least = float(images.min())  # NaN if there is one
     most = float(images.max())
-    if not np.isfinite([least, most]).all():
-        raise UserError(f"{path} holds NaN or infinity")
     low, high = options.range or (least, most)
-    if low == high or low > most or high < least:
+    if not (0 < high - low < np.inf and low <= most and least <= high):
         raise UserError(
-            f"{path} holds values from {least:g} to {most:g}; accepted: uint8, or a range LOW,HIGH that has some"
+            f"{path} holds values from {least:g} to {most:g}; accepted: finite ones, some within a range LOW < HIGH"
         )
 
     def scaled_images():
