@@ -166,29 +166,26 @@ def samples(streams: list, table: dict, options, extras: Counter, unreadable: se
     up to the last dot. Unused files are counted by suffix in `extras`, and `unreadable` gets the reasons of others.
     Raises UserError after the last image if a sample's files were apart, which only tars do."""
     default = (None if table else "", "", "")
-    shards = []  # hashes of keys, per stream
-    orphans = array("q")  # hashes of keys without an image
-    is_apart = False
+    stems = array("q")  # hashes of images' paths up to the last dot
+    loose_stems = array("q")  # and of files beside no such image
     for stream in streams:
-        keys = array("q")
-        has_beside = False
         members = stream((*BESIDE, *suffixes))
-        for key, group in itertools.groupby(members, lambda member: key_of(member[0])):
+        for _, group in itertools.groupby(members, lambda member: key_of(member[0])):
             group = dict(group)
             images = [name for name in group if is_image(name)]
-            if images:
-                keys.append(hash(key))
-            elif any(name.lower().endswith(tuple(BESIDE)) for name in group):
-                orphans.append(hash(key))
             rows = {splitext(name)[0]: {} for name in images}
+            stems.extend(map(hash, rows))
             sidecars = sorted(group.keys() - images, key=lambda name: (splitext(name)[1].lower() != ".json", name))
             for name in sidecars:  # .cls and .txt overrule .json
                 stem, suffix = splitext(name)
-                row = {}
+                is_beside = suffix.lower() in BESIDE
+                if is_beside and stem not in rows:
+                    loose_stems.append(hash(stem))
                 if len(rows) == 1:
                     (stem,) = rows
+                row = {}
                 try:
-                    if stem in rows and suffix.lower() in BESIDE:
+                    if is_beside and stem in rows:
                         row = read_beside(name, group[name], options)
                 except UserError as error:
                     unreadable.add(f"{name!r}: {error}")
@@ -196,7 +193,6 @@ def samples(streams: list, table: dict, options, extras: Counter, unreadable: se
                     continue
                 if row:
                     rows[stem] |= row
-                    has_beside = True
                 elif not table or basename(name).lower() not in TABLES:
                     extras[suffix or basename(name)] += 1
             for name in images:
@@ -206,9 +202,7 @@ def samples(streams: list, table: dict, options, extras: Counter, unreadable: se
                 if options.labels == "auto" and label_beside:
                     label = label or label_beside
                 yield name, group[name], (label, caption or caption_beside, split)
-        shards.append(np.unique(keys))
-        is_apart |= has_beside and len(shards[-1]) < len(keys)
-    is_apart |= np.isin(orphans, np.concatenate(shards)).any()
+    is_apart = np.isin(loose_stems, stems).any()
     if is_apart and (options.labels == "auto" or options.captions):
         raise UserError(
             "the files of a sample, such as an image and its .txt, are apart in a tar or in two; "
