@@ -152,29 +152,25 @@ def decode(payload: Payload, sizes: list, scaling="bicubic", background="white")
     """
     notes = []
     if isinstance(payload, np.ndarray):
-        height, width, channels = payload.shape
+        height, width, _ = payload.shape
         if not sizes or (height, width) in sizes:
             return payload.transpose(2, 0, 1), notes
-        if payload.dtype != np.uint8 or channels not in (1, 3):
-            raise UserError(
-                f"resolution: images of {width}x{height} with {channels} channels beyond 8 bits or other than 1 and 3 "
-                "keep their size; only uint8 with 1 or 3 channels can be scaled"
-            )
-        if channels == 1:
-            payload = payload.squeeze(2)
-        image = import_pillow().fromarray(payload)
+        if payload.dtype != np.uint8:
+            raise UserError(f"resolution: {width}x{height} arrays beyond 8 bits keep their size; only uint8 is scaled")
+        images = [import_pillow().fromarray(plane) for plane in payload.transpose(2, 0, 1)]
     else:
         image = open_image(payload)
         notes = lossy_parts(image)
         if image.has_transparency_data:
             notes.append(f"transparency became {background}")
-        image = to_rgb(image, background)
+        images = [to_rgb(image, background)]
     if sizes:
-        size = sizes[kept_area(image.width / image.height, sizes).argmax()]
-        if min(image.size) < min(size):
+        width, height = images[0].size
+        size = sizes[kept_area(width / height, sizes).argmax()]
+        if min(width, height) < min(size):
             notes.append("enlarged, as smaller than the resolution")
-        image = center_crop(image, *size, scaling)
-    return np.atleast_3d(image).transpose(2, 0, 1), notes
+        images = [center_crop(image, *size, scaling) for image in images]
+    return np.dstack(images).transpose(2, 0, 1), notes
 
 
 def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height: int, width: int) -> np.ndarray:
@@ -192,13 +188,11 @@ def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height
         if image.mode not in ("L", "LA", "P", "RGB", "RGBA"):
             image = to_rgb(image).convert("L" if image.mode == "1" else "RGB")
         payload = np.asarray(image)
-    planes = np.atleast_3d(payload).transpose(2, 0, 1)
-    if channels and len(planes) != channels:
-        raise UserError(f"{name} has {len(planes)} channels; accepted for a second image: {channels}")
-    if planes.shape[1:] == (height, width):
-        return planes
-    fromarray = import_pillow().fromarray
-    return np.stack([center_crop(fromarray(plane), height, width, scaling) for plane in planes])
+    array = np.atleast_3d(payload)
+    if channels and array.shape[2] != channels:
+        raise UserError(f"{name} has {array.shape[2]} channels; accepted for a second image: {channels}")
+    second, _ = decode(array, [(height, width)], scaling)
+    return second
 
 
 def with_second(item: Item, image: np.ndarray, notes: list[str]) -> np.ndarray:
