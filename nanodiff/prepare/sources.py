@@ -428,7 +428,9 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
     if source.unread:
         row_of = {name: row for row, name in enumerate(names)}
         if len(row_of) != num_rows:
-            raise UserError(f"{title} has {len(row_of):,} different names for {num_rows:,} {setting} of image files")
+            raise UserError(
+                f"{title} has {len(row_of):,} different names for {num_rows:,} {setting}; image files need one each"
+            )
         images = [item.name for item in source.unread()]
         check_different(images, title)
         rows = [row_of.get(name, row_of.get(splitext(name)[0])) for name in images]
