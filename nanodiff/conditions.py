@@ -1,4 +1,4 @@
-"""Conditions: a model's inputs beside x_t and t, one dict from the set to the model.
+"""Conditions, a model's inputs beside x_t and t, one dict from the set to the model; DataInfo, what is known of a set.
 
     y        labels (N,) int64
     vectors  (N, D), or sequences (N, L, D) padded with zeros
@@ -10,8 +10,7 @@ conditioning selects the model's and drops some. How to add a condition: runs/GU
 """
 
 import math
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -25,16 +24,22 @@ from nanodiff.common import Tensors, UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conditioned:
-    """The fields of a model's config that describe its conditions."""
+class SetConditions:
+    """The conditions that a set holds, and a model that learns it takes."""
 
     num_classes: int = 0  # the null class is num_classes; 0 = no labels
     # Channels of a second image, concatenated to x_t with one more channel that says where it is null. 0 in published
     # and earlier super-resolution models: their second image has x_t's channels, is never null and lacks that channel
     given_channels: int = 0
-    low_res: int = 0  # super-resolution: side in pixels of the second image, made from x0; 0 = off
     vector_dim: int = 0  # length D of the vectors; 0 = none
     vector_len: int = 0  # L vectors per image, such as a caption, become tokens; 0 = one vector, added to t's embedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditioned(SetConditions):
+    """The fields of a model's config that describe its conditions."""
+
+    low_res: int = 0  # super-resolution: side in pixels of the second image, made from x0; 0 = off
 
     @property
     def second_channels(self) -> int:
@@ -44,11 +49,10 @@ class Conditioned:
         return self.given_channels
 
 
-FIELDS = tuple(Conditioned.__annotations__)
+FIELDS = tuple(field.name for field in fields(Conditioned))
+SET_FIELDS = tuple(field.name for field in fields(SetConditions))
 # Conditions of floats in a file, per image one row (D,) or a sequence (L, D) -> the fields of D and L
 NUMBERS = {"vectors": ("vector_dim", "vector_len")}
-# The fields that the data decide, kept in a codec's description. The first is matched by class names
-FACTS = ("num_classes", "given_channels", *chain(*NUMBERS.values()))
 IMAGES = ("given", "low_res")  # a model takes at most one
 
 
@@ -60,8 +64,8 @@ def row_shapes(config: Conditioned) -> dict[str, tuple]:
     if channels := config.second_channels:
         side = config.low_res or config.image_size
         shapes["low_res" if config.low_res else "given"] = (channels, side, side)
-    for name, fields in NUMBERS.items():
-        dim, length = (getattr(config, field) for field in fields)
+    for name, names in NUMBERS.items():
+        dim, length = (getattr(config, field) for field in names)
         if dim:
             shapes[name] = (length, dim) if length else (dim,)
     return shapes
@@ -140,56 +144,62 @@ def with_images(config: Conditioned, x_t, **images):
 # What a set keeps
 
 FILES = {"y": "labels"} | {name: name for name in NUMBERS}  # name -> file of rows, and its key in meta.json
-GIVEN = ("given_channels", "given_scaling")  # keys of second images, whose channels follow the images'
+GIVEN = ("given_channels", "given_scaling")  # of second images, whose channels follow the images'
 
 
-def describe_conditions(meta: dict) -> dict:
-    """A codec's description of the conditions, from a set's meta.json: FACTS, class names, statistics."""
-    class_names = meta["class_names"]
-    description = {"num_classes": len(class_names), "class_names": class_names}
-    description |= {key: meta[key] for key in GIVEN if key in meta}
-    for name, (dim, length) in NUMBERS.items():
-        shape = meta.get(name, {"dim": 0, "len": 0})
-        description[dim] = shape["dim"]
-        description[length] = shape["len"]
-        if name in meta:
-            description[name] = {"mean": shape["mean"], "std": shape["std"]}
-    return description
+@dataclass(frozen=True, kw_only=True)
+class DataInfo(SetConditions):
+    """What is known of the data: a set's meta.json says it, a model's checkpoints and files keep it. None: there is no
+    such thing, or a file does not hold it."""
+
+    kind: str  # images, arrays or latents
+    channels: int
+    resolution: int  # side of x0; in a set of buckets, of a square of about the same area
+    class_names: list[str]
+    name: str = ""  # of the set; "" in published files
+    sha256: str | None = None  # of the splits' entries in meta.json
+    val_sha256: str | None = None
+    given_scaling: str | None = None  # of second images: nearest or area
+    vectors: dict | None = None  # {"mean": (D,), "std": (D,)}
+    range: list[float] | None = None  # of arrays: values that became -1 and 1
+    dtype: str | None = None  # of arrays
+    sizes: list[list[int]] | None = None  # of buckets: [height, width, number of images]
+    latents: dict | None = None  # see describe_latents
+
+    def __post_init__(self):
+        if self.kind not in ("images", "arrays", "latents") or self.num_classes != len(self.class_names):
+            raise ValueError(f"data of kind {self.kind!r} with {self.num_classes} classes: {self.class_names}")
 
 
-def to_stored(name: str, rows, meta: dict) -> np.ndarray:
-    """Rows (n, ...) of a condition as a set stores them; the shape of float rows is noted in its `meta`."""
+def to_stored(name: str, rows) -> np.ndarray:
+    """Rows (n, ...) of a condition as a set stores them."""
     if name == "y":
-        rows = np.array(rows, np.int64)
-        assert rows.ndim == 1 and 0 <= rows.min() <= rows.max() < len(meta["class_names"])
-        return rows
+        return np.array(rows, np.int64)
     with np.errstate(over="ignore"):
         values = np.asarray(rows).astype(np.float16)
     if not np.isfinite(values).all():
         raise UserError(f"{name} hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
-    meta.setdefault(name, {"dim": values.shape[-1], "len": values.shape[1] if values.ndim == 3 else 0})
     return values
 
 
-def note_statistics(rows: dict[str, list], meta: dict) -> None:
-    """Add the mean and deviation (D,) of each of NUMBERS, over a set's training rows {name: arrays}, to its `meta`.
+def statistics(parts: list[np.ndarray]) -> dict:
+    """The shape of NUMBERS, and mean and deviation (D,) over a set's training rows, in parts (n, D) or (n, L, D).
     A sequence's padding does not count. A constant has deviation 1.
     """
-    for name in NUMBERS.keys() & rows:
-        if "mean" in meta[name]:  # a set of latents copies its image set's
-            continue
-        count = 0
-        total = 0.0
-        squares = 0.0
-        for part in rows[name]:
-            tokens = part.reshape(-1, part.shape[-1]).astype(np.float64)
-            if part.ndim == 3:
-                tokens = tokens[tokens.any(1)]
-            count += len(tokens)
-            total += tokens.sum(0)
-            squares += (tokens**2).sum(0)
-        mean = total / max(count, 1)  # count is 0 if all sequences are empty
-        square = squares / max(count, 1)
-        variance = square - mean**2
-        is_constant = variance <= 1e-14 * square  # float64's rounding error
-        meta[name] |= {"mean": mean.tolist(), "std": np.sqrt(np.where(is_constant, 1.0, variance)).tolist()}
+    count = 0
+    total = 0.0
+    squares = 0.0
+    for part in parts:
+        tokens = part.reshape(-1, part.shape[-1]).astype(np.float64)
+        if part.ndim == 3:
+            tokens = tokens[tokens.any(1)]
+        count += len(tokens)
+        total += tokens.sum(0)
+        squares += (tokens**2).sum(0)
+    mean = total / max(count, 1)  # count is 0 if all sequences are empty
+    square = squares / max(count, 1)
+    variance = square - mean**2
+    is_constant = variance <= 1e-14 * square  # float64's rounding error
+    std = np.sqrt(np.where(is_constant, 1.0, variance))
+    length = part.shape[1] if part.ndim == 3 else 0
+    return {"dim": part.shape[-1], "len": length, "mean": mean.tolist(), "std": std.tolist()}

@@ -80,10 +80,15 @@ def write_atomic(path: Path, data) -> None:
         file.write(data)
 
 
+def known_fields(record) -> dict:
+    """What JSON keeps of a dataclass: the fields that are not None."""
+    return {key: value for key, value in vars(record).items() if value is not None}
+
+
 def write_json(path: Path, value, manifest: dict | None = None) -> None:
     """Write a value as JSON to `path`: all of it or nothing. `manifest`: see writing."""
     with writing(path, manifest) as file:
-        file.write(json.dumps(value, indent=1).encode())
+        file.write(json.dumps(value, indent=1, default=known_fields).encode())
 
 
 def name_of_settings(stem: str, config, *apart: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanodiff.common import Tensors, UserError
-from nanodiff.files import load_tensors, reading, writing
+from nanodiff.files import known_fields, load_tensors, reading, writing
 
 # All of the format's but those below 8 bits, which torch stores otherwise
 TABLE = """
@@ -32,7 +32,8 @@ DESCRIPTION = "step ema arch config model_config data lora sha256".split()
 
 def described(meta: dict) -> dict[str, str]:
     """The metadata by which a file of weights (a checkpoint's, an export, adapters) describes itself."""
-    return {"format": "pt"} | {key: json.dumps(meta[key]) for key in DESCRIPTION if key in meta}
+    texts = {key: json.dumps(meta[key], default=known_fields) for key in DESCRIPTION if key in meta}
+    return {"format": "pt"} | texts
 
 
 def fingerprint(tensors: Tensors) -> str:

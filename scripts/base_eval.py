@@ -107,9 +107,9 @@ if samples:
 elif not features:
     run = load_run(model, device, checkpoint_step, ema)
     source = run.source
-    name = name or run.data["name"]
+    name = name or run.data.name
     with contextlib.suppress(UserError):  # there may be no such set
-        if not data and open_dataset(name).sha256 != run.data["sha256"]:
+        if not data and open_dataset(name).sha256 != run.data.sha256:
             print0(f"note: {name!r} was made anew after {source} was trained: it may have seen held-out images")
     result |= run.described()
     result["dtype"] = str(compute_dtype).removeprefix("torch.")
@@ -124,7 +124,7 @@ if metric in ("loss", "bpd"):
     if run.num_classes:
         if not dataset.num_classes:
             raise UserError(f"data={name!r} has no labels, {source} has {run.num_classes} classes")
-        dataset = dataset.relabelled(match_labels(dataset.class_names, run.data["class_names"], f"data={name!r}"))
+        dataset = dataset.relabelled(match_labels(dataset.class_names, run.data.class_names, f"data={name!r}"))
     verify(dataset, ["val"])
     codec = load_codec(run.data, device, autoencoder)
     codec.accept(dataset)
@@ -148,7 +148,7 @@ if metric == "loss":
             result[f"loss_q{i}"] = loss
 
 elif metric == "bpd":
-    kind = run.data["kind"]
+    kind = run.data.kind
     if not run.process.is_gaussian or kind != "images":
         raise UserError(f"metric=bpd: {source} is {run.process.kind} of {kind}; accepted: Gaussian diffusion of images")
     with autocast:

@@ -189,7 +189,7 @@ if init_from:
 train_set = open_dataset(data, "train", source_data)
 val_set = open_dataset(data, "val", source_data) if "val" in train_set.meta["splits"] else None
 codec = make_codec(train_set, device, autoencoder, flip, source_data)  # stored uint8 or latents <-> x0 <-> pixels
-class_names = codec.description["class_names"] if class_cond else []
+class_names = codec.data.class_names if class_cond else []
 sizes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
 print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {sizes}, {len(class_names)} classes")
 if sample_every >= 0:
@@ -202,12 +202,12 @@ meta["config"] = past_settings = {"time_input": "1000t"} | meta["config"] if che
 if time_input == "auto":
     default = "62.5t" if arch == "dit" and not init_from else "1000t"
     config["time_input"] = time_input = past_settings.get("time_input", default)
-process = make_process(config, codec.description)  # noising, loss, samplers
-model_config = make_model_config(config, codec.description, process)
+process = make_process(config, codec.data)  # noising, loss, samplers
+model_config = make_model_config(config, codec.data, process)
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
 if fixed:  # published and older models lack the channel that marks a null second image
     channels = fixed.get("given_channels", 0)
-    if codec.description.get("given_channels", channels) != channels:
+    if codec.data.given_channels not in (0, channels):
         raise UserError(f"data={data!r} has second images, which the base or checkpoint does not take")
     model_config = replace(model_config, given_channels=channels)
 raw_model = build_model(model_config, device, seed)
@@ -293,7 +293,7 @@ print0(f"every {eval_every:,}, {sample_every:,}, {save_every:,} steps: validatio
 # Refuse useless settings and, on resume, changed ones: training/settings.py's FREE may change, RATES if asked
 
 config |= {name: globals()[name] for name in config}  # with what was derived
-refuse_useless(config, codec.description, droppable(model_config), checkpoint)
+refuse_useless(config, codec.data, droppable(model_config), checkpoint)
 step = start_step = meta["step"] if checkpoint else 0
 if checkpoint:
     check_settings(checkpoint, meta, config)
@@ -349,7 +349,7 @@ passes = (6 if sampler == "ralston" else 2) * sample_steps  # of a guided sample
 costs = [(eval_every, 2 * eval_images), (sample_every, 64 * passes), (fid_every, fid_images * passes)]
 meter = Meter(process, device, compute_dtype, costs, progress)
 if checkpoint:
-    check_same_data(meta["data"], codec.description, model_tag)
+    check_same_data(meta["data"], codec.data, model_tag)
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))
     ema.load_state_dict({path.stem: load_safetensors(path)[0] for path in checkpoint.glob("ema_*.safetensors")})
@@ -359,7 +359,7 @@ if checkpoint:
     progress |= meta["loop"]
     meter.load_state_dict(train_state.get("sums", {}))
 
-run_info = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
+run_info = dict(config=config, data=codec.data, model=asdict(model_config), num_params=num_params)
 run_info |= dict(num_iterations=num_iterations, flops_per_image=flops_per_image)
 log = RunLog(run, run_dir, device, run_info, step, progress)
 report_due = 0.0  # when report.html is next written, by time.monotonic
@@ -398,7 +398,7 @@ def save():
             "config": config,
             "command": sys.argv[1:],  # rerunning --resume=STEP continues, instead of going back again
             "model_config": asdict(model_config),
-            "data": codec.description,
+            "data": codec.data,
             "ema_rates": list(ema.rates),
             "loop": progress.copy(),
         }
@@ -485,7 +485,7 @@ while True:
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # Drop the conditions of some images: guidance also needs the model without them. A dropped label becomes the
         # null class, one beyond the last; vectors and second images become NaN
-        cond = from_stored(stored_cond, codec.description, flips)
+        cond = from_stored(stored_cond, codec.data, flips)
         cond = conditioning(model_config, cond, x0, is_dropped=u_drop[rows] < label_drop)
         if dropout:
             torch.manual_seed(make_generator(seed, step, DROPOUT, first).initial_seed())

@@ -20,7 +20,7 @@ from nanodiff.common import UserError, in_batches, is_first_rank, print0
 from nanodiff.conditions import FILES, GIVEN
 from nanodiff.data.dataset import Dataset, DatasetWriter, check_file, open_dataset, verify, write_npy
 from nanodiff.data.latents import check_sides, describe_latents
-from nanodiff.data.pixels import from_stored, to_model_range
+from nanodiff.data.pixels import to_model_range
 from nanodiff.device import init_device
 from nanodiff.dist import collective, gather_batches, leave_together, wait_for_first_rank
 from nanodiff.files import read_json, sha256_of
@@ -52,7 +52,7 @@ if writer.path == source.path:
 
 copies = 2 if flip else 1
 channels = copies * encoder.parts * encoder.latent_channels
-second = source.meta.get("given_channels", 0)  # channels of second images, scaled to the latents' size
+second = source.data.given_channels  # channels of second images, scaled to the latents' size
 latent_size = source.resolution // encoder.downsample
 latent_bytes = 2 * (channels + second) * latent_size**2  # fp16
 per_shard = images_per_part(len(source), latent_bytes)
@@ -84,8 +84,8 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
             sums[0] += mean.sum((0, 2, 3))
             sums[1] += (mean**2 + std**2).sum((0, 2, 3))
         if second:
-            second_images = from_stored(cond, {}, device=device)["given"]
-            blocks.append(F.interpolate(second_images, mean.shape[2:], mode="area"))
+            second_images = torch.from_numpy(cond["given"]).to(device)
+            blocks.append(F.interpolate(to_model_range(second_images), mean.shape[2:], mode="area"))
         parts.append(torch.cat(blocks, 1).half().cpu().numpy())
     latents = np.concatenate(parts)
     if not np.isfinite(latents).all():

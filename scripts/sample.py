@@ -77,7 +77,7 @@ config.defaults |= settings_for(loaded).named
 if samples.is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 if npz and not classes:
-    samples.in_proportion(loaded.data["name"], "train", num_images)
+    samples.in_proportion(loaded.data.name, "train", num_images)
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
 
@@ -94,10 +94,10 @@ if out and (is_image(stem) or Path(stem).is_dir()):
     raise UserError(f"out={out!r} is a folder, or no PNG; accepted: the path of a file, without suffix, .png or .npz")
 png = Path(f"{stem}.png")
 output = Path(f"{stem}.npz") if npz else png
-latents = codec.description.get("latents", {})
+latents = codec.data.latents or {}
 protocol = loaded.described() | samples.protocol
 protocol |= {
-    "data": loaded.data["name"],
+    "data": loaded.data.name,
     "size": size or ("as the data's" if samples.is_mixed else f"{codec.image_size}x{codec.image_size}"),
     "eta": eta,
     **(samples.start_images.description if samples.start_images else {}),

@@ -74,11 +74,12 @@ def describe_run(path: Path) -> dict:
             checkpoints = list_checkpoints(path)
             if not checkpoints:
                 raise UserError(f"{path} holds no checkpoint")
-            meta = load_meta(checkpoints[-1][1])
-            emas = [*map(str, meta["ema_rates"]), "raw"]
+            newest = checkpoints[-1][1]
+            meta, _ = read_file(newest / "model.safetensors", {})
+            emas = [*map(str, load_meta(newest)["ema_rates"]), "raw"]
             weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
         model = SimpleNamespace(config=stored_config(meta))  # only a model's config is needed here
-        loaded = loaded_of(meta | {"path": path, "source": str(path), "ema": ""}, model)
+        loaded = loaded_of(meta, model)
         return {
             "weights": weights,
             "classes": loaded.class_names,

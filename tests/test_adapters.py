@@ -68,8 +68,8 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, draw):
     by_hand = build(*read(*find("flow"), str(file)), "cpu")
     for other in (by_hand, load_run(str(file), "cpu")):
         assert_identical(run.model.state_dict(), other.model.state_dict())
-    assert run.data["class_names"] == by_hand.data["class_names"] == [*CLASS_NAMES, "star"]
-    assert run.num_classes == 9 and run.step == 2 and run.data["name"] == "tuned"
+    assert run.data.class_names == by_hand.data.class_names == [*CLASS_NAMES, "star"]
+    assert run.num_classes == 9 and run.step == 2 and run.data.name == "tuned"
     asked = ("--num_images=9", "--classes=0,1,2,3,4,5,6,7,star")
     images, labels, _ = draw("--model=a", *asked)
     assert labels.tolist() == [*range(9)]
@@ -113,7 +113,7 @@ def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
         torch.save(to_meta(model.state_dict(), config), tmp_path / f"{name}.pt")
     published = lambda name: ("base_train", *end, f"--init_from={tmp_path / name}.pt,heads=1", "--data=tiny")
     run_script(*published("pixels"), "--model_tag=pixels_lora")
-    assert load_run("pixels_lora", "cpu").data["class_names"] == [*"01234", *CLASS_NAMES]
+    assert load_run("pixels_lora", "cpu").data.class_names == [*"01234", *CLASS_NAMES]
     refused("which autoencoder made these latents", run_script, *published("latents"))
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from test_sample_web import drawn, picture
 from tiny_runs import PLAIN, assert_ranks_agree, assert_resumes, decode_png, losses
 
 from nanodiff.common import base_dir
+from nanodiff.conditions import DataInfo
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.pixels import Pixels
 from nanodiff.diffusion.flow import FlowMatching
@@ -67,14 +69,15 @@ def test_positions_of_a_rectangle_are_the_squares_moved_to_the_same_centre(rows,
 
 @pytest.mark.parametrize("arch", ["dit", "dit_classic", "unet"])
 def test_models_take_any_rectangle_of_whole_units(arch):
-    facts = dict(resolution=16, channels=3, num_classes=5, sizes=[[12, 20, 9], [16, 16, 9]])
+    sizes = [[12, 20, 9], [16, 16, 9]]
+    data = DataInfo(kind="images", resolution=16, channels=3, num_classes=5, class_names=[*"abcde"], sizes=sizes)
     small = dict(arch=arch, depth=1, patch_size=4, num_res_blocks=1, attention_resolutions="8")
     config = script_settings("base_train") | small
-    model = build_model(make_model_config(config, facts, FlowMatching()), "cpu", 0).eval()
+    model = build_model(make_model_config(config, data, FlowMatching()), "cpu", 0).eval()
     for height, width in ((12, 20), (20, 12), (16, 16), (32, 8)):
         x = torch.randn(2, 3, height, width)
         assert model(x, torch.tensor([1.0, 900.0]), torch.tensor([0, 5])).shape == x.shape
-    odd = facts | {"sizes": [[12, 18, 9]]}
+    odd = replace(data, sizes=[[12, 18, 9]])
     refused("hold 12x18; .* multiples of 4", make_model_config, config, odd, FlowMatching())
 
 
@@ -121,8 +124,7 @@ def test_files_go_to_the_bucket_of_their_shape_and_lose_little(photos):
     assert photos.images(photos.buckets[16, 16]).any(1)[:, 1].all()  # a stripe each, whatever the shape
     with pytest.raises(ValueError):  # a batch of several shapes
         photos.images([0, 20])
-    facts = photos.description
-    assert sum(n for *_, n in facts["sizes"]) == 21 and facts["resolution"] == 16
+    assert sum(n for *_, n in photos.data.sizes) == 21 and photos.data.resolution == 16
 
 
 def test_losses_depend_neither_on_ranks_nor_on_the_micro_batch_and_resume_is_exact(base, photos, run_script):
@@ -144,7 +146,7 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     *_, last = drawn(folder, num_images=24, steps=1)
     assert np.abs(picture(last).astype(int) - rows).max() <= 1  # the page shows the same rows
     assert draw("--model=run", "--num_images=8", "--size=12x20")[0].shape == (8, 12, 20, 3)
-    heights = [Pixels(photos.description).sample_shape(8 * row)[1] for row in range(3)]
+    heights = [Pixels(photos.data).sample_shape(8 * row)[1] for row in range(3)]
     assert rows.shape == (sum(2 * height + 2 for height in heights) + 2, 8 * (20 * 2 + 2) + 2, 3)
     for wrong, line in (
         (["--size=12x18"], "size='12x18'; accepted: HEIGHTxWIDTH or SIDE in pixels, multiples of 4 up to 64"),
@@ -157,7 +159,7 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     run_script("base_eval", "--model=run", "--metric=loss", "--device_type=cpu")
     run_script("export", "--model=run", f"--out={folder / 'model.safetensors'}")
     loaded = load_run(str(folder / "model.safetensors"), "cpu")
-    assert loaded.data["sizes"] == photos.description["sizes"]
+    assert loaded.data.sizes == photos.data.sizes
     tune = ("--init_from=run", "--lora_rank=2", "--data=photos", "--num_iterations=2", "--total_batch_size=4")
     run_script("base_train", *PLAIN, *tune, "--eval_every=-1")
 

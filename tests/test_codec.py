@@ -1,6 +1,7 @@
 """Latents made on the fly, cached latents and pixels are the same thing to a model; only the right ones are let in."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanodiff.common import StackedGenerator
+from nanodiff.conditions import DataInfo
 from nanodiff.data.codec import load_codec, make_codec
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import to_model_range, to_uint8
@@ -79,14 +81,14 @@ def test_cached_latents_are_those_made_on_the_fly(vae):
 def test_a_model_that_is_tuned_keeps_its_normalisation(vae):
     """On other latents, cached or made on the fly; a published file says none, so it has the autoencoder's."""
     make_data("more", resolution=24, train=9, val=9)
-    theirs = make_codec(open_dataset("plain"), CPU).description
+    source_data = make_codec(open_dataset("plain"), CPU).data
     for name in ("flips", "more"):
-        codec = make_codec(open_dataset(name), CPU, source_data=theirs)
-        assert all(codec.info[key] == theirs["latents"][key] for key in ("offset", "scale"))
-        assert codec.shape == ((3, 6, 6) if name == "more" else (3, 4, 4)) and codec.description["name"] == name
+        codec = make_codec(open_dataset(name), CPU, source_data=source_data)
+        assert all(codec.info[key] == source_data.latents[key] for key in ("offset", "scale"))
+        assert codec.shape == ((3, 6, 6) if name == "more" else (3, 4, 4)) and codec.data.name == name
         copies = 2 if name == "flips" else 1
         assert codec.info["copies"] == copies and codec.to_x0(stored(name, range(9))).shape == (9, *codec.shape)
-    published = {key: value for key, value in theirs.items() if key != "latents"}
+    published = replace(source_data, latents=None)
     own = make_codec(by_scale("plain"), CPU)
     codec = make_codec(open_dataset("plain"), CPU, source_data=published)
     assert torch.equal(codec.to_x0(stored("plain")), own.to_x0(stored("plain")))
@@ -95,12 +97,12 @@ def test_a_model_that_is_tuned_keeps_its_normalisation(vae):
 def test_classes_without_a_training_image_are_named(base, capsys):
     """Unless the model that is tuned has learned them."""
     make_data("few", class_names=[*CLASS_NAMES, "void", "nil"], train=100)
-    theirs = make_codec(open_dataset("few"), CPU).description
+    source_data = make_codec(open_dataset("few"), CPU).data
     line = "2 of the classes have no training image: void, nil"
     assert line in capsys.readouterr().out
-    make_codec(open_dataset("few"), CPU, source_data=theirs)
+    make_codec(open_dataset("few"), CPU, source_data=source_data)
     assert line not in capsys.readouterr().out
-    make_codec(open_dataset("few"), CPU, source_data=theirs | {"class_names": []})
+    make_codec(open_dataset("few"), CPU, source_data=replace(source_data, class_names=[], num_classes=0))
     assert line in capsys.readouterr().out
 
 
@@ -110,16 +112,16 @@ def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_tra
     run_script("cache_latents", "--data=told", f"--autoencoder={vae}", "--name=told_latents")
     told, latents = open_dataset("told"), open_dataset("told_latents")
     np.testing.assert_array_equal(latents.cond(range(24))["vectors"], told.cond(range(24))["vectors"])
-    description = make_codec(latents, CPU).description
+    stats = make_codec(latents, CPU).data.vectors
     make_data("other", vectors_of=lambda labels: np.repeat([[0, 0], [9, 9]], len(labels) // 2, 0))
     other = open_dataset("other")
-    codec = load_codec(make_codec(told, CPU).description, CPU)
+    codec = load_codec(make_codec(told, CPU).data, CPU)
     codec.accept(other)
     _, given = codec.read(other, [23])
-    mean, std = (np.array(description["vectors"][key]) for key in ("mean", "std"))
+    mean, std = (np.array(stats[key]) for key in ("mean", "std"))
     np.testing.assert_allclose(given["vectors"], [(9 - mean) / std], rtol=1e-5)
     for model, data, line in ((told, source, "0, the model wants 2"), (source, told, "2, the model wants 0")):
-        refused(line, load_codec(make_codec(model, CPU).description, CPU).accept, data)
+        refused(line, load_codec(make_codec(model, CPU).data, CPU).accept, data)
 
 
 def test_samples_of_arrays_come_back_in_their_range(base, run_script, draw):
@@ -144,8 +146,8 @@ def test_samples_of_arrays_come_back_in_their_range(base, run_script, draw):
 @pytest.mark.parametrize("kind", ["images", "arrays"])
 def test_no_float64_before_the_cpu(kind, process):
     """From x0, t and noise to a logged loss; from noise, or an image with a mask, to a file, a grid and a page."""
-    facts = {"kind": kind, "channels": 3, "resolution": 8, "range": [-9, 9], "dtype": "int16"}
-    codec = load_codec(facts, META)
+    data = DataInfo(kind=kind, channels=3, resolution=8, class_names=[], range=[-9, 9], dtype="int16")
+    codec = load_codec(data, META)
     model = lambda x_t, t, **cond: x_t.bfloat16()
     model.config = DiTConfig(8, 3, out_channels=3, patch_size=4, width=16, depth=1, heads=4)
     start = codec.to_x0(torch.zeros(2, 3, 8, 8), None)
@@ -204,10 +206,10 @@ def test_training_and_evaluating_latents_needs_no_autoencoder(vae, base, run_scr
     run_script(*without, "--sample_every=-1")
     assert metrics(base, "plain_dit_d1") == metrics(base, "without")
     # what was moved can be told, and is checked
-    facts = first["codec"].description
-    load_codec(facts, CPU, str(base / "elsewhere")).keep_loaded()
+    trained_on = first["codec"].data
+    load_codec(trained_on, CPU, str(base / "elsewhere")).keep_loaded()
     other = make_autoencoder(base / "other", seed=1)
-    refused("these latents were made by vae .*, not by other", load_codec(facts, CPU, str(other)).keep_loaded)
+    refused("these latents were made by vae .*, not by other", load_codec(trained_on, CPU, str(other)).keep_loaded)
 
 
 def test_online_training_resumes_and_flips(vae, base, run_script):
@@ -233,7 +235,7 @@ def test_latents_of_another_autoencoder_are_refused(vae, base, run_script):
 
 def test_a_codec_reads_one_set_after_another(vae):
     """Images, which it encodes, and latents with or without mirrored copies; it opens nothing for a set it refuses."""
-    codec = load_codec(make_codec(open_dataset("plain"), CPU).description, CPU)
+    codec = load_codec(make_codec(open_dataset("plain"), CPU).data, CPU)
     make_data("odd", resolution=20)
     refused("resolution 20, the model wants 16", codec.accept, open_dataset("odd"))
     assert codec.autoencoder is None

@@ -63,7 +63,7 @@ def test_a_perfect_model_of_an_unbalanced_set_scores_as_real_images_do(base):
     train, val = open_dataset("head"), open_dataset("head", "val")
     n, network, known = len(val), make_network(), val.labels(range(len(val)))
     model = SimpleNamespace(config=SimpleNamespace(num_classes=8))
-    codec = SimpleNamespace(description={"class_names": CLASS_NAMES})
+    codec = SimpleNamespace(data=SimpleNamespace(class_names=CLASS_NAMES))
     samples = ModelSamples(model, None, codec, None)
     samples.in_proportion("head", "train", n)
     chosen = samples.classes

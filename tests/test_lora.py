@@ -9,6 +9,7 @@ import torch
 from conftest import refused
 from figures import CONFIGS, filled, inputs
 
+from nanodiff.conditions import DataInfo
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import autocast_to
@@ -29,7 +30,7 @@ KINDS |= {"unet": UNET, "published unet": replace(UNET, channel_mult=(1,), null_
 
 def make_loaded(kind="modern", seed=0):
     """A model with random weights everywhere, as load_run would give it."""
-    data = dict(name="", kind="images", channels=3, resolution=8, num_classes=3, class_names=NAMES)
+    data = DataInfo(kind="images", channels=3, resolution=8, num_classes=3, class_names=NAMES)
     settings = dict(objective="flow", label_drop=0.1, low_res_size=0)
     path = Path("base.pt")
     return Loaded(filled(KINDS[kind], seed).eval(), FlowMatching(), settings, data, 0, str(path), "as published", path)
@@ -37,7 +38,7 @@ def make_loaded(kind="modern", seed=0):
 
 def train(loaded, path, rank=2, alpha=3.0, targets="all", rows=(), seed=0):
     """Give the adapters random values instead of learned ones, and write them; the model with its adapters."""
-    lora = identity(loaded) | dict(rank=rank, alpha=alpha, classes=[loaded.data["class_names"][i] for i in rows])
+    lora = identity(loaded) | dict(rank=rank, alpha=alpha, classes=[loaded.data.class_names[i] for i in rows])
     add_lora(loaded.model, rank, alpha, targets, list(rows), seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -139,8 +140,8 @@ def test_a_set_is_seen_with_the_classes_of_a_model(base):
             n = max(len(classes), 1)
             writer.append("train", draw_shapes(2 * n, 0, 8)[0], y=[*range(n)] * 2)
         stored = open_dataset(stored, "train")
-        seen = stored.seen_by({"class_names": known})
-        assert seen.class_names == seen.meta["class_names"] == names and seen.num_classes == len(names)
+        seen = stored.seen_by(known)
+        assert seen.class_names == seen.data.class_names == names and seen.num_classes == len(names)
         assert seen.labels(range(2 * len(labels))).tolist() == labels * 2 and len(seen) == len(stored)
 
 
@@ -161,7 +162,7 @@ def test_adapters_bring_their_classes_along(base, tmp_path):
     write(tmp_path / "b.safetensors", lora, loaded)
     original = make_loaded().model.y_embed.weight
     meta, merged = merged_into(make_loaded(), tmp_path / "b.safetensors", 2.0)
-    assert meta["data"]["class_names"] == [*NAMES, "cross"] and meta["data"]["num_classes"] == 4
+    assert meta["data"].class_names == [*NAMES, "cross"] and meta["data"].num_classes == 4
     assert merged.config.num_classes == 4
     change = merged.y_embed.weight - original[[0, 1, 2, 3, 3]]
     expected = torch.tensor([0, 0, 0.5, 0.5, 0])[:, None].expand_as(change)

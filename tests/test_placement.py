@@ -5,6 +5,7 @@ tensors of the CPU raises. It is registered in a process of its own, since it st
 """
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,22 +50,22 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
 
     config = script_settings("base_train", "--depth=1") | changes
     config["time_input"] = "62.5t"
-    facts = dict(name="x", kind="images", channels=3, resolution=16, num_classes=4, class_names=list("abcd"))
+    data = conditions.DataInfo(kind="images", channels=3, resolution=16, num_classes=4, class_names=list("abcd"))
     stored = torch.zeros(2, 3, 16, 16, dtype=torch.uint8, device=device)
-    pixels = codecs.Pixels(facts)
+    pixels = codecs.Pixels(data)
     if latents:
         autoencoder.MAX_PIXELS[device.type] = 2**16
         tiny, kl = autoencoder.TinyAutoencoder, autoencoder.AutoencoderKL
         vae = moved(tiny(4, False) if latents == "encoded" else kl((8, 8), 1, 4, 4, True))
         info = codecs.describe_latents(vae, "") | {"copies": 2}
-        facts |= dict(kind="latents", channels=4, resolution=16 // vae.downsample, latents=info)
-        pixels = codecs.Latents(facts, device)
+        data = replace(data, kind="latents", channels=4, resolution=16 // vae.downsample, latents=info)
+        pixels = codecs.Latents(data, device)
         pixels.autoencoder = vae
         if latents == "cached":
             stored = torch.zeros(2, 2 * vae.parts * 4, *pixels.shape[1:], dtype=torch.float16, device=device)
 
-    process = processes.make_process(config, facts)
-    model_config = build.make_model_config(config, facts, process)
+    process = processes.make_process(config, data)
+    model_config = build.make_model_config(config, data, process)
     model = moved((build.UNet if config["arch"] == "unet" else build.DiT)(model_config))
     model.init_weights(torch.Generator().manual_seed(0))
     num_classes = model_config.num_classes

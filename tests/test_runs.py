@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT, script_settings
 
+from nanodiff.conditions import DataInfo
 from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.process import make_process
 from nanodiff.models.build import empty_model, make_model_config
@@ -17,8 +19,9 @@ from runs.gpu.figures import note
 from runs.words.captions import WORDS, caption, draw_captioned, one_hot_words, recognise
 
 RUNS = ROOT / "runs"
-IMAGES = dict(kind="images", channels=3, resolution=32, num_classes=10)
-LATENTS = dict(kind="latents", channels=4, resolution=32, num_classes=1000)
+IMAGES = DataInfo(kind="images", channels=3, resolution=32, num_classes=10, class_names=[*"0123456789"])
+THOUSAND = dict(num_classes=1000, class_names=[*map(str, range(1000))])
+LATENTS = DataInfo(kind="latents", channels=4, resolution=32, **THOUSAND)
 # In place of Python: writes down how it was called, and leaves a checkpoint where one was trained
 FAKE = r"""#!/bin/bash
 echo "$*" >> "$CALLS"
@@ -57,7 +60,7 @@ def test_a_preset_is_accepted_and_says_what_it_is(preset):
     [
         ("dit_imagenet256.py", LATENTS, 675_129_632 - 256 * 1152),  # theirs counts the fixed table of positions
         ("iddpm_cifar10.py", IMAGES, 52_546_438),  # Nichol & Dhariwal 2021: 52.5 M
-        ("iddpm_imagenet64.py", IMAGES | dict(resolution=64, num_classes=1000), 121_063_942),  # 120 M
+        ("iddpm_imagenet64.py", replace(IMAGES, resolution=64, **THOUSAND), 121_063_942),  # 120 M
     ],
 )
 def test_published_sizes(preset, data, parameters):

@@ -123,14 +123,14 @@ def test_a_given_range_is_that_of_every_set(tmp_path):
     whole = make_codec(open_dataset("toy"), torch.device("cpu"))
     assert whole.to_output(torch.ones(1, 1, 4, 4)).min() == 65535  # does not wrap around to 0
     prepare(tmp_path / "a.npy", val_fraction=0)
-    of_model = load_codec(codec.description, torch.device("cpu"))
+    of_model = load_codec(codec.data, torch.device("cpu"))
     refused(r"has range \[0.0, 150.0\], the model wants", of_model.accept, open_dataset("toy"))
 
 
 def told(ids):
     """The set's vectors as models take them."""
     toy = open_dataset("toy")
-    return from_stored(toy.cond(ids), toy.description)["vectors"].numpy()
+    return from_stored(toy.cond(ids), toy.data)["vectors"].numpy()
 
 
 @pytest.mark.parametrize("shape", [(30, 5), (30, 4, 5)])

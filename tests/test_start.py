@@ -6,6 +6,7 @@ from conftest import refused, script_settings
 from figures import inputs
 from tiny_runs import TINY, load, make_data, make_run, randomise
 
+from nanodiff.conditions import DataInfo
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
@@ -14,7 +15,7 @@ from nanodiff.models.build import build_model, empty_model, make_model_config, m
 from nanodiff.models.dit import DiTConfig
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 
-FACTS = dict(resolution=32, channels=3, num_classes=8)
+DATA = DataInfo(kind="images", resolution=32, channels=3, num_classes=8, class_names=[*"abcdefgh"])
 DIT = DiTConfig.from_depth(1, 16, in_channels=3, out_channels=6, num_classes=8, width=64, heads=2, block="classic")
 TRAIN = [arg for arg in TINY if not arg.startswith(("--depth", "--patch_size"))]
 
@@ -29,9 +30,9 @@ TRAIN = [arg for arg in TINY if not arg.startswith(("--depth", "--patch_size"))]
 )
 def test_settings_to_a_shape_and_back(args):
     settings = script_settings("base_train", *args.split())
-    shape = make_model_config(settings, FACTS, FlowMatching())
+    shape = make_model_config(settings, DATA, FlowMatching())
     found = model_settings(shape)
-    assert make_model_config(dict(settings) | found, FACTS, FlowMatching()) == shape
+    assert make_model_config(dict(settings) | found, DATA, FlowMatching()) == shape
     given = {arg[2:].split("=")[0] for arg in args.split()}
     assert all(found[name] == settings[name] for name in given)
 

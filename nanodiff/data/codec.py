@@ -1,15 +1,17 @@
 """Choose the codec between a data set, x0 and pixels: Pixels, Arrays or Latents.
 
-Checkpoints keep a codec's `description`. make_codec makes a codec for training, load_codec loads a trained model's.
+make_codec makes a codec for training, load_codec a trained model's, from the `data` that its checkpoint keeps.
 """
+
+from dataclasses import replace
 
 import numpy as np
 
 from nanodiff.common import UserError, print0
-from nanodiff.conditions import GIVEN
+from nanodiff.conditions import GIVEN, DataInfo
 from nanodiff.data.pixels import Arrays, Pixels
 
-# Keys that describe only the set; fine-tuning takes them from the new one
+# Fields of DataInfo that describe only the set; fine-tuning takes them from the new one
 SET_KEYS = ("name", "sha256", "val_sha256", "resolution", "sizes", "num_classes", "class_names")
 
 
@@ -18,70 +20,69 @@ def make_codec(
     device,
     autoencoder: str = "",
     flip: bool = False,
-    source_data: dict | None = None,
+    source_data: DataInfo | None = None,
 ) -> Pixels:
     """The codec for training: Latents for a latent set, or for images with the path of an `autoencoder`; else Pixels
     or Arrays.
 
     Latents are normalised by the autoencoder's published scale and shift if they are made on the fly or with
-    latent_norm=scale; else by the set's mean and deviation per channel. `source_data`: the description of the model
-    that training starts from, whose normalisation of latents and vectors is kept.
+    latent_norm=scale; else by the set's mean and deviation per channel. `source_data`: of the model that training
+    starts from, whose normalisation of latents and vectors is kept.
     """
-    latents = dataset.meta.get("latents")
+    data = dataset.data
+    latents = data.latents
     if flip and latents and latents["copies"] < 2:
         raise UserError(f"flip: {dataset.name!r} has no mirrored copies; make it with scripts.cache_latents --flip")
-    set_info = dataset.description
-    description = {key: value for key, value in (source_data or {}).items() if key not in SET_KEYS}
-    if description.get("kind") == "latents" or (not source_data and (latents or autoencoder)):
-        if latents:
-            description.setdefault("latents", latents)
-        from nanodiff.data.latents import latents_of  # a door: pixels need no autoencoder
+    if source_data:
+        keys = SET_KEYS if source_data.given_channels else SET_KEYS + GIVEN
+        data = replace(source_data, **{key: getattr(data, key) for key in keys})
+    if data.kind == "latents" or (autoencoder and not source_data):
+        from nanodiff.data.latents import latents_of  # a lazy import: pixels need no autoencoder
 
-        info = latents_of(description, autoencoder)
+        info = dict(latents_of(replace(data, latents=data.latents or latents), autoencoder))
         if not source_data and "mean" in info:
             info["offset"] = info.pop("mean")
             info["scale"] = info.pop("std")
+        data = replace(data, kind="latents", channels=len(info["offset"]), latents=info)
         if not latents:
             unit = info["downsample"]
-            set_info["resolution"] //= unit
-            for size in set_info.get("sizes", []):  # [height, width, number of images]
-                size[:2] = size[0] // unit, size[1] // unit
-        description |= {"kind": "latents", "channels": len(info["offset"]), "latents": info}
-    if source_data:
-        set_info = {key: value for key, value in set_info.items() if key in (*SET_KEYS, *GIVEN)}
+            sizes = [[height // unit, width // unit, number] for height, width, number in data.sizes or ()]
+            data = replace(data, resolution=data.resolution // unit, sizes=sizes or None)
     # A model that keeps its classes has learned them from other images
-    if dataset.num_classes and not (source_data and source_data["class_names"]):
+    if dataset.num_classes and not (source_data and source_data.class_names):
         empty = np.delete(dataset.class_names, dataset.labels(slice(None)))
         if empty.size:
             print0(f"note: {empty.size:,} of the classes have no training image: {', '.join(empty[:20])}")
-    codec = load_codec(set_info | description, device, autoencoder)
+    codec = load_codec(data, device, autoencoder)
     codec.accept(dataset)
     return codec
 
 
-def load_codec(description: dict, device, autoencoder: str = "") -> Pixels:
-    """A trained model's codec, from the description in its checkpoint. Before it reads a set, call `accept`.
+def load_codec(data: DataInfo, device, autoencoder: str = "") -> Pixels:
+    """A trained model's codec. Before it reads a set, call `accept`.
 
     `autoencoder`: its path if it was moved, or if the model was published without one.
     """
-    if description["kind"] == "images":
-        return Pixels(description, device)
-    if description["kind"] == "arrays":
-        return Arrays(description, device)
-    from nanodiff.data.latents import Latents, latents_of  # a door
+    if data.kind == "images":
+        return Pixels(data, device)
+    if data.kind == "arrays":
+        return Arrays(data, device)
+    from nanodiff.data.latents import Latents, latents_of  # a lazy import
 
-    return Latents(description | {"latents": latents_of(description, autoencoder)}, device, autoencoder)
+    return Latents(replace(data, latents=latents_of(data, autoencoder)), device, autoencoder)
 
 
-def check_same_data(old: dict, new: dict, model_tag: str) -> None:
+def check_same_data(old: DataInfo, new: DataInfo, model_tag: str) -> None:
     """Raise UserError if a run would resume with data other than its checkpoint's; their location may differ."""
-    differences = [key for key in new if key not in ("name", "latents", "val_sha256") and new[key] != old.get(key)]
-    old_latents = old.get("latents", {})
-    new_latents = new.get("latents", {})
+    differences = [
+        key
+        for key, value in vars(new).items()
+        if key not in ("name", "latents", "val_sha256") and value != getattr(old, key)
+    ]
     for key in ("sha256", "offset", "scale"):
-        if new_latents.get(key) != old_latents.get(key):
+        if (new.latents or {}).get(key) != (old.latents or {}).get(key):
             differences.append(f"{key} of the latents")
     if differences:
         raise UserError(f"{model_tag} was trained on data with other {', '.join(differences)}; use another model_tag")
-    if new["val_sha256"] != old.get("val_sha256", new["val_sha256"]):
+    if old.val_sha256 not in (None, new.val_sha256):
         print0("note: the validation split has changed since the run began: its earlier losses do not compare")

@@ -23,12 +23,13 @@ import resource
 import shutil
 import tempfile
 import threading
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 
 from nanodiff.common import Batches, UserError, at, base_dir, get_dist, in_batches, nearest, print0
-from nanodiff.conditions import FILES, describe_conditions, note_statistics, to_stored
+from nanodiff.conditions import FILES, NUMBERS, DataInfo, statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.dist import from_first_rank
 from nanodiff.files import lock_file, publish_folder, read_json, reading, sha256_of, write_json, writing
@@ -53,7 +54,7 @@ def is_set(folder: Path) -> bool:
 
 
 class Dataset:
-    """One split of a set. open_dataset makes it, and opens the same set again by `.name`.
+    """One split of a set. open_dataset makes it, and opens the same set again by `.name`. `data`: what its model keeps.
 
     `buckets`: (H, W) -> range of indices; one for a set of one size. `sha256`: hash of the split's entry in meta.json.
     """
@@ -112,25 +113,19 @@ class Dataset:
             labels = self._rows["y"]
             if not 0 <= labels.min() <= labels.max() < max(1, self.num_classes):
                 raise UserError(f"{path} is damaged: labels beyond 0..{self.num_classes - 1}")
+            self.data = self._info()
 
-    @property
-    def description(self) -> dict:
-        """What sampling needs to know of the training set; codecs and checkpoints keep it."""
-        result = {
-            "name": self.name,
-            "kind": self.meta["kind"],
-            "channels": self.channels,
-            "resolution": self.resolution,
-            "sha256": self.sha256,
-            "val_sha256": json_hash(self.meta["splits"].get("val")),
-            **describe_conditions(self.meta),
-        }
-        if result["kind"] == "arrays":
-            result["range"] = self.meta["range"]
-            result["dtype"] = self.meta["dtype"]
+    def _info(self) -> DataInfo:
+        values = {field.name: self.meta[field.name] for field in fields(DataInfo) if field.name in self.meta}
+        values["num_classes"] = self.num_classes
+        for name, (dim, length) in NUMBERS.items():
+            if name in self.meta:
+                rows = self.meta[name]
+                values |= {dim: rows["dim"], length: rows["len"], name: {"mean": rows["mean"], "std": rows["std"]}}
         if list(self.buckets) != [self._square]:
-            result["sizes"] = [[*size, len(bucket)] for size, bucket in self.buckets.items()]
-        return result
+            values["sizes"] = [[*size, len(bucket)] for size, bucket in self.buckets.items()]
+        val_sha256 = json_hash(self.meta["splits"].get("val"))
+        return DataInfo(**values | {"name": self.name, "sha256": self.sha256, "val_sha256": val_sha256})
 
     def _open_shard(self, k: int) -> np.ndarray:
         entry = self._shards[k]
@@ -194,10 +189,9 @@ class Dataset:
         dataset._rows = self._rows | {"y": np.array(numbers)[self._rows["y"]]}
         return dataset
 
-    def seen_by(self, model: dict) -> "Dataset":
-        """The same images with the class numbers of the model that has this description, matched by name or by order
-        (same_order). Classes new to the model follow its own; unlabelled images get its null class."""
-        model_names = model["class_names"]
+    def seen_by(self, model_names: list[str]) -> "Dataset":
+        """The same images with the numbers of a model's classes, matched by name or by order (same_order). Classes new
+        to the model follow its own; unlabelled images get its null class."""
         set_names = self.class_names
         if same_order(set_names, model_names):
             set_names = model_names
@@ -206,7 +200,7 @@ class Dataset:
         dataset = self.relabelled(numbers or [len(model_names)])
         dataset.class_names = names
         dataset.num_classes = len(names)
-        dataset.meta = self.meta | {"class_names": names}
+        dataset.data = replace(self.data, class_names=names, num_classes=len(names))
         return dataset
 
 
@@ -232,10 +226,10 @@ def same_order(names: list[str], vocabulary: list[str]) -> bool:
     return len(names) == len(vocabulary) and numbers in ([*names], [*vocabulary])
 
 
-def open_dataset(name_or_path: str | Path, split: str = "train", source_data: dict | None = None) -> Dataset:
+def open_dataset(name_or_path: str | Path, split: str = "train", source_data: DataInfo | None = None) -> Dataset:
     """Open a split of a set: a name in $NANODIFF_BASE_DIR/data, a folder, or an embedded set, drawn on first use.
 
-    `source_data`: a model's description, whose class numbers the set then has (Dataset.seen_by).
+    `source_data`: of a model, whose class numbers the set then has (Dataset.seen_by).
     """
     name = str(name_or_path)
     path = at(name).absolute()
@@ -252,7 +246,7 @@ def open_dataset(name_or_path: str | Path, split: str = "train", source_data: di
             "cifar10 with --source=cifar10 --name=cifar10"
         )
     dataset = Dataset(path, split)
-    return dataset.seen_by(source_data) if source_data else dataset
+    return dataset.seen_by(source_data.class_names) if source_data else dataset
 
 
 def make_shapes(name: str) -> None:
@@ -453,7 +447,7 @@ class DatasetWriter:
         """Add a shard that is in the folder, by its entry in meta.json, and the conditions of its images."""
         if not self.meta["class_names"]:
             cond.pop("y", None)
-        self._parts[split].append((shard, {name: to_stored(name, x, self.meta) for name, x in cond.items()}))
+        self._parts[split].append((shard, {name: to_stored(name, x) for name, x in cond.items()}))
 
     def _finish(self) -> None:
         def tallness(part):
@@ -477,7 +471,8 @@ class DatasetWriter:
                 file = self.folder / f"{split}_{FILES[name]}.npy"
                 entry[FILES[name]] = write_npy(file, np.concatenate(rows[name]))
             if split == "train":
-                note_statistics(rows, self.meta)
+                for name in NUMBERS.keys() & rows.keys() - self.meta.keys():  # a set of latents copies its image set's
+                    self.meta[name] = statistics(rows[name])
             self.meta["splits"][split] = entry
         for leftover in self.folder.glob(".*"):  # temporary files of killed writers
             leftover.unlink()

@@ -3,6 +3,7 @@
 import torch
 
 from nanodiff.common import UserError, at
+from nanodiff.conditions import DataInfo
 from nanodiff.data.pixels import Pixels, to_model_range, to_uint8, visible
 from nanodiff.models.autoencoder import Autoencoder, open_autoencoder
 from nanodiff.models.unet import no_autocast
@@ -12,14 +13,14 @@ class Latents(Pixels):
     """Latents of an autoencoder: x0 = (mean + std eps - offset) / scale, with offset and scale per channel.
 
     A latent set stores fp16 channels: mean, then std unless it is zero (`parts` is 1 or 2), then the same of the
-    mirrored image if `copies` is 2. `path` overrides the autoencoder's path in the description.
+    mirrored image if `copies` is 2. `path` overrides the autoencoder's path in the data.
     """
 
     autoencoder = None  # while it is loaded
 
-    def __init__(self, description: dict, device, path: str = ""):
-        super().__init__(description, device)
-        self.info = description["latents"]
+    def __init__(self, data: DataInfo, device, path: str = ""):
+        super().__init__(data, device)
+        self.info = dict(data.latents)
         self.downsample = self.info["downsample"]
         self.image_size *= self.downsample
         offset_and_scale = torch.tensor([self.info["offset"], self.info["scale"]], device=device)
@@ -28,7 +29,7 @@ class Latents(Pixels):
 
     def accept(self, dataset):
         """Accept latents of this autoencoder, or images, which are then encoded on the fly."""
-        latents = dataset.meta.get("latents")
+        latents = dataset.data.latents
         if not latents:
             check_sides(dataset, self.downsample)
             super().accept(dataset, kind="images", channels=3, resolution=self.image_size)
@@ -101,7 +102,7 @@ class Latents(Pixels):
 
 
 def describe_latents(autoencoder, path: str) -> dict:
-    """Make description["latents"] for this autoencoder's latents, normalised by its published scale and shift."""
+    """Make DataInfo.latents for this autoencoder's latents, normalised by its published scale and shift."""
     return {
         "autoencoder": autoencoder.name,
         "sha256": autoencoder.sha256,
@@ -114,20 +115,20 @@ def describe_latents(autoencoder, path: str) -> dict:
     }
 
 
-def latents_of(description: dict, autoencoder: str) -> dict:
-    """description["latents"], or if it is missing (published weights), made from `autoencoder` or with scale 1."""
-    if "latents" in description:
-        return dict(description["latents"])
+def latents_of(data: DataInfo, autoencoder: str) -> dict:
+    """data.latents, or if they are missing (published weights), made from `autoencoder` or with scale 1."""
+    if data.latents:
+        return data.latents
     if autoencoder:
         return describe_latents(open_autoencoder(autoencoder), autoencoder)
     placeholder = Autoencoder()
-    placeholder.latent_channels = description["channels"]
+    placeholder.latent_channels = data.channels
     return describe_latents(placeholder, "")
 
 
 def check_sides(dataset, unit: int) -> None:
     """Raise UserError unless an autoencoder that downsamples by `unit` can encode the images of the set."""
-    kind = dataset.meta["kind"]
+    kind = dataset.data.kind
     sides = {dataset.resolution}.union(*dataset.buckets)
     if kind != "images" or dataset.channels != 3 or any(side % unit for side in sides):
         raise UserError(

@@ -1,11 +1,13 @@
 """Codecs of images and arrays: stored data <-> x0 <-> uint8 images."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanodiff.common import Tensors, UserError
-from nanodiff.conditions import FACTS, NUMBERS
+from nanodiff.conditions import NUMBERS, SET_FIELDS, DataInfo
 
 Shape = tuple[int, int, int]  # (C, H, W)
 
@@ -21,19 +23,19 @@ def to_model_range(images: Tensor, flip: Tensor | None = None) -> Tensor:
     return torch.where(flip, x.flip(3), x)
 
 
-def from_stored(rows: dict, description: dict, flip=None, device=None) -> Tensors:
-    """Stored rows, arrays or tensors -> what models take.
+def from_stored(rows, data: DataInfo, flip=None, device=None) -> Tensors:
+    """Stored rows {name: array or tensor} -> what models take.
 
-    NUMBERS become fp32 with mean 0 and deviation 1 in each dimension, by the description of the model's data; the
-    zeros that pad a sequence stay. Second images (N, C, H, W) pass to_model_range, mirrored with their images.
+    NUMBERS become fp32 with mean 0 and deviation 1 in each dimension, by the model's data; the zeros that pad a
+    sequence stay. Second images (N, C, H, W) pass to_model_range, mirrored with their images.
     """
     cond = {name: torch.as_tensor(x, device=device) for name, x in rows.items()}
     if "given" in cond:
         cond["given"] = to_model_range(cond["given"], flip)
-    for name in NUMBERS.keys() & cond & description.keys():
+    for name in NUMBERS.keys() & cond:
         values = cond[name]
-        facts = description[name]
-        mean, std = torch.tensor([facts["mean"], facts["std"]]).to(values.device, non_blocking=True)  # (D,) each
+        numbers = getattr(data, name)
+        mean, std = torch.tensor([numbers["mean"], numbers["std"]]).to(values.device, non_blocking=True)  # (D,) each
         normal = (values.float() - mean) / std
         if values.ndim == 3:
             normal[~values.any(2)] = 0
@@ -58,13 +60,13 @@ class Pixels:
     rounding = "round(127.5 (x + 1)), clamped to 0..255"
     downsample = 1  # pixels of the image per pixel of x0, along a side
 
-    def __init__(self, description: dict, device="cpu"):
-        self.description = description
+    def __init__(self, data: DataInfo, device="cpu"):
+        self.data = data
         self.device = device
-        channels = description["channels"]
-        side = description["resolution"]
+        channels = data.channels
+        side = data.resolution
         self.shape = (channels, side, side)  # (C, H, W) of x0; for a set in buckets, a square of about that area
-        sizes = description.get("sizes") or [(side, side, 1)]
+        sizes = data.sizes or [(side, side, 1)]
         self.shapes = [(channels, height, width) for height, width, _ in sizes]  # of all buckets
         self.counts = np.cumsum([number for _, _, number in sizes])  # cumulative image counts
         self.image_size = side  # side of decoded images in pixels
@@ -75,15 +77,13 @@ class Pixels:
         return self.shapes[np.searchsorted(self.counts / self.counts[-1], u, side="right")]
 
     def accept(self, dataset, **overrides) -> None:
-        """Prepare to read a set. UserError unless its description agrees with the model's; `overrides`: values in which
-        the stored form differs."""
-        model_info = self.description | overrides
-        data_info = dataset.description
-        for key in ("kind", "channels", "resolution", "range", *FACTS[1:]):  # classes are matched by name
-            data_value = data_info.get(key) or 0
-            model_value = model_info.get(key) or 0
-            if data_value != model_value:
-                raise UserError(f"data={dataset.name!r} has {key} {data_value}, the model wants {model_value}")
+        """Prepare to read a set. UserError unless its data agree with the model's; `overrides`: values in which the
+        stored form differs."""
+        data = replace(self.data, **overrides)
+        for key in ("kind", "channels", "resolution", "range", *SET_FIELDS[1:]):  # classes are matched by name
+            value = getattr(dataset.data, key)
+            if value != getattr(data, key):
+                raise UserError(f"data={dataset.name!r} has {key} {value}, the model wants {getattr(data, key)}")
 
     def to_x0(self, batch, flip=None, randn_like=None) -> Tensor:
         """What the data set stores -> x0, fp32; mirrored where `flip` (N,) is True.
@@ -96,7 +96,7 @@ class Pixels:
         """x0 (N, C, H, W) of images of a set, and their conditions as models take them."""
         images, rows = dataset.rows(ids)
         x0 = self.to_x0(torch.from_numpy(images).to(self.device), None, randn_like)
-        return x0, from_stored(rows, self.description, device=self.device)
+        return x0, from_stored(rows, self.data, device=self.device)
 
     def to_pixels(self, x0) -> Tensor:
         """x0 -> uint8 images (N, 1 or 3, H, W) on the CPU."""
@@ -127,13 +127,13 @@ class Arrays(Pixels):
     rounding = "clamped to the range of the data"
 
     def to_output(self, x0):
-        dtype = np.dtype(self.description["dtype"])
-        values = np.interp(x0.cpu().numpy(), (-1, 1), self.description["range"])  # in float64, clamped
+        dtype = np.dtype(self.data.dtype)
+        values = np.interp(x0.cpu().numpy(), (-1, 1), self.data.range)  # in float64, clamped
         if dtype.kind in "ui":
             limits = np.iinfo(dtype)
             values = np.rint(values).clip(limits.min, limits.max)
         return values.astype(dtype)
 
     def picture(self, output):
-        levels = np.interp(visible(output), self.description["range"], (0, 255))
+        levels = np.interp(visible(output), self.data.range, (0, 255))
         return np.rint(levels).astype(np.uint8)

@@ -4,6 +4,7 @@ import math
 from dataclasses import fields
 
 from nanodiff.common import UserError
+from nanodiff.conditions import DataInfo
 from nanodiff.diffusion import flow_map, gaussian
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.flow_map import FlowMap
@@ -20,15 +21,15 @@ OBJECTIVES |= {prediction: (GaussianDiffusion, prediction) for prediction in ("e
 SAMPLERS = flow_map.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
 
 
-def make_process(config: dict, data: dict) -> FlowMatching | GaussianDiffusion:
+def make_process(config: dict, data: DataInfo) -> FlowMatching | GaussianDiffusion:
     """The process of config["objective"]: flow matching, a flow map, or for eps, x0, x_prev and v Gaussian diffusion.
 
-    `data`: a codec's description. Gaussian diffusion clips predictions of x0 to [-1, 1], except for latents.
+    Gaussian diffusion clips predictions of x0 to [-1, 1], except for latents.
     """
     kind, prediction = OBJECTIVES[config["objective"]]
     settings = {field.name: config[field.name] for field in fields(kind) if field.name in config}
     if kind.is_gaussian:
-        settings["clip_denoised"] = data["kind"] != "latents"
+        settings["clip_denoised"] = data.kind != "latents"
     else:
         settings["prediction"] = prediction
         settings["cfg_interval"] = parse_interval(config.get("cfg_interval", "0,1"))

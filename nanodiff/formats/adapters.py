@@ -4,6 +4,7 @@ The file is a .safetensors with the names of peft (github.com/huggingface/peft),
 it. Like our other files of weights it describes itself; `lora` in its metadata names the base.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -78,7 +79,7 @@ def merge(
     check_base(base, tensors, adapters)
     lora = adapters["lora"]
     tensors = dict(tensors)
-    base_names = base["data"]["class_names"][: base["model_config"]["num_classes"]]
+    base_names = base["data"].class_names[: base["model_config"]["num_classes"]]
     names = list(dict.fromkeys(base_names + lora["classes"]))
     for name, x in adapter_tensors.items():
         if name.endswith(A):
@@ -96,5 +97,5 @@ def merge(
     num_classes = {"num_classes": len(names)}
     data = base["data"]
     if base_names:
-        data = data | {"class_names": names} | num_classes
+        data = replace(data, class_names=names, **num_classes)
     return base | {"data": data, "model_config": base["model_config"] | num_classes}, tensors

@@ -1,8 +1,7 @@
 """From a file to a model: build(*read(*find(name)), device) is load_run.
 
 Each of our files of weights describes itself. A reader returns (meta, tensors). meta has step, ema, arch, config (the
-settings), model_config, data (a codec's description), path and source, and for adapters lora. tensors have our
-parameter names.
+settings), model_config, data (a DataInfo), path and source, and for adapters lora. tensors have our parameter names.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ import torch
 
 from configurator import check, read_settings
 from nanodiff.common import Tensors, UserError, at, base_dir, nearest, print0
-from nanodiff.conditions import droppable
+from nanodiff.conditions import DataInfo, droppable
 from nanodiff.diffusion.process import make_process, why_unguided
 from nanodiff.files import reading, sha256_of
 from nanodiff.formats import options as defaults
@@ -43,7 +42,7 @@ class Loaded:
     model: torch.nn.Module
     process: object
     config: dict  # the settings
-    data: dict  # a codec's description
+    data: DataInfo
     step: int
     source: str  # the file and its options
     weights: str  # a rate, "raw" or "as published"
@@ -70,7 +69,7 @@ class Loaded:
 
     @property
     def class_names(self) -> list[str]:
-        return self.data["class_names"][: self.num_classes]
+        return self.data.class_names[: self.num_classes]
 
     @property
     def title(self) -> str:
@@ -178,6 +177,7 @@ def read_file(path: Path, options: dict):
             raise UserError(f"{path} describes itself; accepted: no {', '.join(options)}")
         else:
             meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
+            meta["data"] = DataInfo(**meta["data"])
         tensors = {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
     meta["path"] = path
     meta["source"] = with_options(path, options)

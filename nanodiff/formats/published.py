@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import Tensors, UserError, print0
+from nanodiff.conditions import DataInfo
 from nanodiff.files import read_json
 from nanodiff.models.build import model_settings
 from nanodiff.models.dit import DiTConfig, sincos_table
@@ -339,14 +340,13 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
         "config": config,
         "model_config": fields,
         "note": note.strip(),
-        "data": {
-            "name": "",
-            "kind": "images" if channels <= 3 else "latents",
-            "channels": channels,
-            "resolution": model_config.image_size,
-            "num_classes": num_classes,
-            "class_names": [*map(str, range(num_classes))],
-        },
+        "data": DataInfo(
+            kind="images" if channels <= 3 else "latents",
+            channels=channels,
+            resolution=model_config.image_size,
+            num_classes=num_classes,
+            class_names=[*map(str, range(num_classes))],
+        ),
     }
     return meta, tensors
 
@@ -364,7 +364,7 @@ def to_published(form: str, source, tensors: Tensors) -> tuple[Tensors, dict]:
             f"{source.source} is {settings['arch']} of {source.num_classes} classes; "
             "accepted: form=meta for dit_classic with classes, form=openai for unet"
         )
-    if len({*source.data.get("latents", {}).get("scale", ())}) > 1:
+    if len({*(source.data.latents or {}).get("scale", ())}) > 1:
         raise UserError(f"form={form} holds no statistics of latents; accepted: a set of --latent_norm=scale")
     process = f"{settings['objective']}, {settings.get('variance')}"
     if not process.startswith("eps") or process == "eps, learned":  # else sampled wrongly

@@ -68,7 +68,7 @@ def inherited(config) -> dict:
 
 
 def open_source(config: dict, meta: dict, device):
-    """Load the model that init_from names; also return the description for Dataset.seen_by.
+    """Load the model that init_from names; also return the data that the run's own are matched with.
 
     A resumed run (`meta` is its checkpoint's) needs its source only as a teacher (flow maps) or as the base of its
     adapters. Only a teacher is put on `device`.
@@ -91,7 +91,7 @@ def open_source(config: dict, meta: dict, device):
             raise UserError(f"{source.source} has other weights than when it became this run's teacher")
     data = meta["data"] if meta else source.data
     if not config["lora_rank"]:
-        data = data | {"class_names": []}  # a whole model may lose the old classes
+        data = replace(data, class_names=[], num_classes=0)  # a whole model may lose the old classes
     return source, data
 
 

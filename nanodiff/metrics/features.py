@@ -49,11 +49,11 @@ class Features:
 def image_set(name: str, split: str) -> Dataset:
     """An image set by name; for a set of latents, the images they were made from."""
     dataset = open_dataset(name, split)
-    if source := dataset.meta.get("latents", {}).get("source"):  # unlike those that others have made
+    if source := (dataset.data.latents or {}).get("source"):  # unlike those that others have made
         return open_dataset(source, split)
-    if dataset.meta["kind"] != "images" or dataset.channels not in (1, 3):
+    if dataset.data.kind != "images" or dataset.channels not in (1, 3):
         raise UserError(
-            f"data={name!r} holds {dataset.meta['kind']} of {dataset.channels} channels; "
+            f"data={name!r} holds {dataset.data.kind} of {dataset.channels} channels; "
             "metrics of features accept uint8 images of 1 or 3 channels"
         )
     return dataset

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanodiff.common import Tensors, UserError, get_dist, print0
-from nanodiff.conditions import FACTS, some_conditions
+from nanodiff.conditions import SET_FIELDS, DataInfo, some_conditions
 from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
@@ -21,7 +21,7 @@ BACKBONES = {
     "unet": (UNetConfig, UNet),
 }
 # Fields of a model's config that the data decide, and fields that follow from others. The rest have a setting
-FROM_DATA = ("image_size", "in_channels", "out_channels", *FACTS)
+FROM_DATA = ("image_size", "in_channels", "out_channels", *SET_FIELDS)
 DERIVED = ("mlp_ratio", "channel_mult", "null_class", "flow_map")
 # Field -> its setting in base_train, where the names differ
 SETTINGS = {"block": "arch", "model_channels": "depth", "num_heads": "heads", "low_res": "low_res_size"}
@@ -67,27 +67,27 @@ def model_settings(model_config: ModelConfig) -> dict:
     }
 
 
-def make_model_config(config: dict, data: dict, process) -> ModelConfig:
-    """The shape that the settings `config` ask for. `data`: a codec's description of the data."""
+def make_model_config(config: dict, data: DataInfo, process) -> ModelConfig:
+    """The shape that the settings `config` ask for."""
     low_res = config["low_res_size"]
-    if low_res >= data["resolution"]:
-        raise UserError(f"low_res_size={low_res}; accepted: less than the images' {data['resolution']} pixels")
-    if low_res and data.get("given_channels"):
+    if low_res >= data.resolution:
+        raise UserError(f"low_res_size={low_res}; accepted: less than the images' {data.resolution} pixels")
+    if low_res and data.given_channels:
         raise UserError(f"low_res_size={low_res}: the data hold second images already; accepted: 0")
     kind, _ = BACKBONES[config["arch"]]
     if process.is_map and not hasattr(kind, "flow_map"):
         raise UserError(f"objective={config['objective']}: a flow map needs arch=dit or dit_classic")
     shape = {
-        "image_size": data["resolution"],
-        "in_channels": data["channels"],
-        "out_channels": process.num_outputs * data["channels"],
+        "image_size": data.resolution,
+        "in_channels": data.channels,
+        "out_channels": process.num_outputs * data.channels,
     }
-    for name in FACTS:
-        shape[name] = data.get(name, 0)
+    for name in SET_FIELDS:
+        shape[name] = getattr(data, name)
     if not config["class_cond"]:
         shape["num_classes"] = 0
     if low_res:
-        shape["given_channels"] = data["channels"]
+        shape["given_channels"] = data.channels
     for field, setting in setting_fields(kind).items():
         if setting != "depth":
             shape[field] = from_setting(field, config[setting])
@@ -95,7 +95,7 @@ def make_model_config(config: dict, data: dict, process) -> ModelConfig:
         shape["flow_map"] = True
     model_config = kind.from_depth(config["depth"], **shape)
     unit = model_config.side_unit
-    for height, width, _ in data.get("sizes", []):
+    for height, width, _ in data.sizes or ():
         if height % unit or width % unit:
             raise UserError(f"the data hold {height}x{width}; the model accepts multiples of {unit} (arch, patch_size)")
     return model_config

@@ -95,7 +95,7 @@ def inputs_of(dataset, codec, config) -> dict[str, Inputs]:
 
     def read(name, rows, shape):
         if name in FILES:
-            return from_stored(dataset.cond(rows), codec.description)[name]
+            return from_stored(dataset.cond(rows), codec.data)[name]
         x0, conditions = codec.read(dataset, rows)
         return conditioning(config, conditions, x0)[name]
 
@@ -143,7 +143,7 @@ class ModelSamples:
     def shape(self) -> Shape:
         """(C, H, W) of an image."""
         side = self.codec.image_size
-        channels = 3 if "latents" in self.codec.description else self.codec.shape[0]
+        channels = 3 if self.codec.data.latents else self.codec.shape[0]
         return channels, side, side
 
     @property
@@ -218,7 +218,7 @@ class ModelSamples:
         if self.inputs or not num_classes:
             return
         try:
-            dataset = open_dataset(name, split, self.codec.description)
+            dataset = open_dataset(name, split, self.codec.data)
         except UserError:
             print0(f"samples take all classes in turn: there is no set {name!r} here to take proportions from")
             return

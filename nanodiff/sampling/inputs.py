@@ -27,7 +27,7 @@ def open_inputs(samples, options: dict[str, str], source: str) -> None:
     `source`: the model's name in messages.
     """
     config, codec = samples.model.config, samples.codec
-    data = codec.description
+    data = codec.data
     for setting, read in READERS.items():
         place = options[setting]
         name = "given" if setting == "pairs" else setting
@@ -36,10 +36,10 @@ def open_inputs(samples, options: dict[str, str], source: str) -> None:
                 raise UserError(f"{setting}={place!r} would do nothing: {source} was trained without {setting}")
         elif place not in ("", "val"):
             samples.inputs[name] = read(place, samples)
-        elif data["name"]:
-            dataset = open_dataset(data["name"], "train", data)
+        elif data.name:
+            dataset = open_dataset(data.name, "train", data)
             if place or "val" in dataset.meta["splits"]:
-                dataset = open_dataset(data["name"], "val", data)
+                dataset = open_dataset(data.name, "val", data)
             if name not in FILES:
                 codec.accept(dataset)
             samples.inputs[name] = inputs_of(dataset, codec, config)[name]
@@ -61,7 +61,7 @@ def read_pairs(place: str, samples) -> Inputs:
     cropped to the samples' size."""
     items, labels = labelled_items("pairs", place, samples)
     codec = samples.codec
-    form = (codec.description["given_scaling"], samples.model.config.given_channels)
+    form = (codec.data.given_scaling, samples.model.config.given_channels)
 
     @functools.cache
     def views(shape):  # all images at the size of samples of this shape: (N, C, H, W) uint8
@@ -84,7 +84,7 @@ def read_low_res(place: str, samples) -> Inputs:
     items, labels = labelled_items("low_res", place, samples)
     images = decoded_items("low_res", place, items, [])
     shapes = [(config.in_channels, side, side) for side in (config.low_res, config.image_size)]
-    if images.shape[1:] not in shapes or codec.description["kind"] != "images":
+    if images.shape[1:] not in shapes or codec.data.kind != "images":
         raise UserError(
             f"low_res={place!r} holds images {images.shape[1:]}; "
             f"accepted: (channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
@@ -109,7 +109,7 @@ def read_number_file(name: str, place: str, samples) -> Inputs:
         raise UserError(f"{name}={place!r} holds {name} of {array.shape}; accepted: {('n', *shape)}")
     if not np.isfinite(array).all():
         raise UserError(f"{name}={place!r} holds NaN or infinity")
-    rows = from_stored({name: np.array(array)}, samples.codec.description)[name]
+    rows = from_stored({name: np.array(array)}, samples.codec.data)[name]
     return from_file(lambda numbers, shape: rows[numbers], place, array)
 
 
@@ -139,7 +139,7 @@ def labelled_items(setting: str, place: str, samples):
     """Images, and their classes (n,) by the model's numbers, or None."""
     path = at(place)
     source = open_images(setting, place)
-    classes = samples.codec.description["class_names"][: samples.num_classes]
+    classes = samples.codec.data.class_names[: samples.num_classes]
     items = list(source.items)
     names = source.class_names
     if not (classes and names):
@@ -183,7 +183,7 @@ def with_hash(place: str, *arrays: np.ndarray | None) -> str:
 def read_from_images(place: str, samples) -> np.ndarray:
     """The images of an .npz (arr_0), .npy, folder or file; 8-bit images are scaled and cropped."""
     side = samples.codec.image_size
-    source = open_images("from_images", place, samples.codec.description.get("range"))
+    source = open_images("from_images", place, samples.codec.data.range)
     sizes = [] if "range" in source.meta else [(side, side)]
     if source.class_names and samples.num_classes and not samples.classes:
         print0(f"note: from_images={place!r} has classes, but samples take all in turn unless some are given")

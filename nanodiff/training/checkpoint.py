@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, base_dir, get_dist, print0
+from nanodiff.conditions import DataInfo
 from nanodiff.device import free_host_memory
 from nanodiff.dist import collective, from_first_rank, wait_for_first_rank
 from nanodiff.files import (
@@ -203,7 +204,8 @@ def resume_point(run_dir: Path, resume: str):
         raise UserError(f"rank {rank} of {world} cannot open {checkpoint}, which rank 0 resumes from: {fault}")
     if resume == "never":
         raise UserError(f"resume=never, but {run_dir} holds checkpoints: move them away or choose another model_tag")
-    return checkpoint, load_meta(checkpoint)
+    meta = load_meta(checkpoint)
+    return checkpoint, meta | {"data": DataInfo(**meta["data"])}
 
 
 def go_back(run_dir: Path, step: int) -> bool:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from nanodiff.common import UserError, print0
+from nanodiff.conditions import DataInfo
 from nanodiff.diffusion.process import OBJECTIVES, learns_guidance
 
 # Settings that a resumed run may change freely, since they do not shape the weights; `data` may move, as its hashes
@@ -60,13 +61,13 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
     print0(f"resumed from {checkpoint}{now}")
 
 
-def refuse_useless(config, description: dict, conditions: list[str], is_resumed) -> None:
+def refuse_useless(config, data: DataInfo, conditions: list[str], is_resumed) -> None:
     """Raise UserError for settings of base_train that do not fit the data or each other.
 
-    `config`: a configurator.Config; `description`: the codec's; `conditions`: those that training drops.
+    `config`: a configurator.Config; `conditions`: those that training drops.
     """
     kind, _ = OBJECTIVES[config["objective"]]
-    is_latent = description["kind"] == "latents"
+    is_latent = data.kind == "latents"
     if kind.is_map and config.overrides.keys() & {"timesteps", "timestep_std", "t_range"} and not is_resumed:
         raise UserError("a flow map draws t by its own rule; accepted: no timesteps, timestep_std, t_range")
     if config["objective"] == "eps" and config["noise_schedule"] == "cosine" and is_latent and not is_resumed:
