@@ -134,13 +134,10 @@ def test_what_makes_the_adapters_cannot_change_within_a_run(base, old, run_scrip
         refused("adapters for other weights: flow,step=1,ema=0.999", use)
 
 
-def test_training_goes_on_from_adapters(base, old, run_script):
-    """At step 0 the model is the one that the file gives; other ranks or layers are refused."""
+def test_new_adapters_go_on_top_of_a_file_of_adapters(base, old, run_script):
+    """At step 0 the model is the one that the file gives."""
     run_script("base_train", *TINY, "--model_tag=first", "--num_iterations=2")
     file = base / "runs" / "first" / "adapters" / "step_000002.safetensors"
-    again = (*TINY, f"--init_from={file}", "--num_iterations=0", "--lora_alpha=8")  # the scale of the file is another
-    run_script("base_train", *again, "--model_tag=second")
+    run_script("base_train", *TINY, f"--init_from={file}", "--num_iterations=0", "--lora_rank=3", "--model_tag=second")
     first, second = (load_run(tag, "cpu").model.state_dict() for tag in ("first", "second"))
-    torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
-    for more, fault in (("--lora_rank=3", "accepted: --lora_rank=2"), ("--lora_targets=qkv", "other layers")):
-        refused(fault, run_script, "base_train", *again, more, "--model_tag=third")
+    assert_identical(first, second)

@@ -47,9 +47,6 @@ class Loaded:
     source: str  # the file and its options
     weights: str  # a rate, "raw" or "as published"
     path: Path  # of the file
-    adapters: tuple[dict, Tensors] | None = (
-        None  # (meta["lora"], tensors) that a run with lora_rank continues, not merged
-    )
 
     @property
     def run_dir(self) -> Path | None:

@@ -10,10 +10,10 @@ from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import match_labels, same_order
 from nanodiff.diffusion.process import OBJECTIVES, learns_guidance
 from nanodiff.files import reading
-from nanodiff.formats.adapters import ROWS, B, check_base, class_rows, identity, save_adapters  # noqa: F401 (base_train)
+from nanodiff.formats.adapters import check_base, class_rows, identity, save_adapters  # noqa: F401 (base_train)
 from nanodiff.formats.load import OTHER_VERSION, Loaded, build, find, read, read_file, split_options
 from nanodiff.models.build import load_weights, model_settings, stored_config
-from nanodiff.models.lora import add_lora, class_table, trained
+from nanodiff.models.lora import add_lora, class_table
 from nanodiff.training.checkpoint import find_checkpoint, load_meta, run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
@@ -62,7 +62,7 @@ def inherited(config) -> dict:
         if not checkpoint:
             settings["guided_from"] = 0.0
         names += ["guided_from", "cfg_scale", "cfg_interval"]
-    if checkpoint or {"sha256", "lora"} <= meta.keys():  # a file of adapters is continued; a run counts as merged
+    if checkpoint:  # other adapters are merged into their base
         names += ["lora_rank", "lora_alpha", "lora_targets"]
     return {"model_tag": model_tag} | {name: settings[name] for name in names if name in settings}
 
@@ -76,15 +76,10 @@ def open_source(config: dict, meta: dict, device):
     kind, _ = OBJECTIVES[config["objective"]]
     device = device if kind.is_map else "cpu"
     source = None
-    adapters = meta
-    tensors = None
-    if not meta and config["lora_rank"]:
-        adapters, tensors = read_file(*find(config["init_from"]))
-    if {"sha256", "lora"} <= adapters.keys() or "lora" in meta:
-        base = read(*find(adapters["lora"]["base"]))
-        check_base(*base, adapters | {"source": config["init_from"]})
-        adapter_state = (adapters["lora"], tensors) if tensors else None
-        source = replace(build(*base, device), data=adapters["data"], adapters=adapter_state)
+    if "lora" in meta:
+        base = read(*find(meta["lora"]["base"]))
+        check_base(*base, meta | {"source": config["init_from"]})
+        source = build(*base, device)
     elif kind.is_map or not meta:
         source = build(*read(*find(meta.get("teacher", config["init_from"]))), device)
         if "teacher_sha256" in meta and meta["teacher_sha256"] != identity(source)["sha256"]:
@@ -172,31 +167,8 @@ def with_adapters(model, base: Loaded, config: dict, class_names: list[str]) -> 
     alpha = config["lora_alpha"] or float(rank)
     new = class_names[len(base_names) :]
     add_lora(model, rank, alpha, targets, range(len(base_names), len(class_names)), config["seed"])
-    if base.adapters:
-        continue_from(model, base, alpha / rank, new)
     print0(f"adapters: rank {rank}; new classes: {', '.join(new) or 'none'}")
     return identity(base) | dict(rank=rank, alpha=alpha, targets=targets, classes=new)
-
-
-@torch.no_grad()
-def continue_from(model, base: Loaded, scale: float, new: list[str]) -> None:
-    """Copy the adapters of `base` into the model's, which add_lora made with alpha / rank = `scale`."""
-    lora, tensors = base.adapters
-    parameters = trained(model)
-    for name in sorted(parameters.keys() ^ tensors.keys()):
-        if name not in parameters or not name.endswith(ROWS):
-            raise UserError(f"init_from has adapters on other layers, such as {name}; see lora_targets")
-    for name, x in tensors.items():
-        p = parameters[name]
-        if name.endswith(ROWS):
-            rows = [new.index(class_name) for class_name in lora["classes"]]
-            p[rows] = x
-            continue
-        if x.shape != p.shape:
-            raise UserError(f"init_from has adapters of rank {lora['rank']}; accepted: --lora_rank={lora['rank']}")
-        if name.endswith(B):
-            x = x * (lora["alpha"] / lora["rank"] / scale)
-        p.copy_(x)
 
 
 def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> None:
