@@ -251,12 +251,13 @@ def open_dataset(name_or_path: str | Path, split: str = "train", source_data: Da
 
 def make_shapes(name: str) -> None:
     """Draw an embedded set, or wait for the process that is drawing it."""
-    with DatasetWriter(name, CLASS_NAMES, wait=True) as writer:
-        if is_set(writer.path):
+    with lock_file(data_dir() / f".{name}.drawn.lock", "", wait=True):
+        if is_set(data_dir() / name):
             return
-        for split in SPLITS:
-            images, labels = map(np.concatenate, zip(*draw_split(split, seed=0, resolution=SHAPES[name])))
-            writer.append(split, images, y=labels)
+        with DatasetWriter(name, CLASS_NAMES) as writer:
+            for split in SPLITS:
+                images, labels = map(np.concatenate, zip(*draw_split(split, seed=0, resolution=SHAPES[name])))
+                writer.append(split, images, y=labels)
 
 
 def files_of(part: dict) -> list[dict]:
@@ -379,17 +380,15 @@ class DatasetWriter:
     be changed: class_names ([] = unlabelled), resolution (0 = the images'), given_channels and given_scaling of second
     images (whose channels follow the images'), the images' source.
 
-    Refuses to replace a set without `overwrite`, or a folder that is no set. Refuses an embedded set's name without
-    `wait`, which waits for another process that is writing the set, and keeps its result.
+    Refuses to replace a set without `overwrite`, or a folder that is no set.
     """
 
-    def __init__(self, name, class_names=(), overwrite=False, wait=False):
+    def __init__(self, name, class_names=(), overwrite=False):
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}", name):
             raise UserError(f"name={name!r} cannot name a data set; accepted: letters, digits and _ . + - (no /)")
         self.path = data_dir() / name
         self.parts = data_dir() / f".{name}.parts"  # see resume
         self.overwrite = overwrite
-        self.wait = wait
         self.meta = {
             "kind": "images",
             "channels": 0,
@@ -402,16 +401,13 @@ class DatasetWriter:
 
     def __enter__(self):
         path = self.path
-        wait = self.wait
-        if path.name in SHAPES and not wait:
-            raise UserError(f"name={path.name!r} is an embedded set, drawn on first use; choose another --name")
         busy = f"data set {path.name!r} is being prepared by another process"
         tmp = f".{path.name}.tmp-"
-        self._lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(tmp + 8 * "[a-z0-9_]",))
+        self._lock = lock_file(path.parent / f".{path.name}.lock", busy, leftovers=(tmp + 8 * "[a-z0-9_]",))
         state = "no data set" if path.exists() else ""
         if is_set(path):
             shutil.rmtree(path / "notes", ignore_errors=True)  # left by a writer killed as it ended
-            state = "" if self.overwrite or wait else "complete (--overwrite replaces it)"
+            state = "" if self.overwrite else "complete (--overwrite replaces it)"
         if state:
             self._lock.close()
             raise UserError(f"{path} exists already and is {state}; choose another --name")
@@ -483,9 +479,7 @@ class DatasetWriter:
 
     def __exit__(self, kind, error, traceback):
         try:
-            # By another process; on some file systems even despite the lock
-            is_complete = self.wait and is_set(self.path)
-            if kind is None and not is_complete:
+            if kind is None:
                 self._finish()
         finally:
             if not any(self.folder.glob("notes/*[0-9].json")):
