@@ -58,7 +58,7 @@ def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, c
     run_script("base_train", *TRAIN, f"--init_from={tmp_path / 'dit.pt'},heads=2", *others)
     out = capsys.readouterr().out
     for setting in ("objective=eps", "noise_schedule=linear"):
-        assert f"trained with {setting}, it must relearn its target" in out
+        assert f"it was trained with {setting}" in out
     next(published.model.parameters()).data[0] = torch.nan
     line = r"init_from: .*dit.pt.* has NaN or infinity in \w+"
     refused(line, start_from, empty_model(DIT), published, config, published.class_names)

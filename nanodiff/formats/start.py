@@ -17,6 +17,7 @@ from nanodiff.models.lora import add_lora, class_table
 from nanodiff.training.checkpoint import find_checkpoint, load_meta, run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
+TARGET = ("objective", "time_input", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps")
 PROCESS = """
     objective time_input timesteps timestep_shift timestep_std label_drop gaussian_loss noise_schedule num_timesteps
     variance rescale_timesteps
@@ -97,7 +98,7 @@ def start_from(model, base: Loaded, config: dict, class_names: list[str]) -> lis
     Rows of the class table are matched by class name or by order (same_order); for other rows see class_rows.
     `config`: the settings of the new run.
     """
-    check_shape(model, base, config)
+    check_shape(model, base)
     state = model.state_dict()
     # A flow map's h_embed stays new: it has no effect before it is trained
     weights = {name: x for name, x in state.items() if name.startswith("h_embed")}
@@ -133,15 +134,10 @@ def start_from(model, base: Loaded, config: dict, class_names: list[str]) -> lis
         if {*class_names} - {*base_names}:
             new.append(name)
     load_weights(model, weights, base.source)
-    kind, target = OBJECTIVES[config["objective"]]
-    source_kind, source_target = OBJECTIVES[base.config["objective"]]
-    keys = ["noise_schedule", "num_timesteps", "variance", "rescale_timesteps"] if kind.is_gaussian else ["time_input"]
-    if (kind.is_gaussian, target) != (source_kind.is_gaussian, source_target):  # a map is tuned from a flow model
-        keys.insert(0, "objective")
-    for key in keys:
+    for key in TARGET:
         value = base.config.get(key, config[key])
         if value != config[key]:
-            note += f"; trained with {key}={value}, it must relearn its target"
+            note += f"; it was trained with {key}={value}"
     print0(f"started from {base.source} ({base.weights}){note}")
     return new
 
@@ -184,7 +180,7 @@ def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> Non
     process.classes = torch.tensor([*numbers, len(teacher.class_names)], device=teacher.device)
 
 
-def check_shape(model, base: Loaded, config: dict) -> None:
+def check_shape(model, base: Loaded) -> None:
     """Raise UserError unless `model` has the loaded model's shape; it names the settings that would give that shape."""
     base_config = base.model.config
     base_settings = model_settings(base_config)
@@ -193,11 +189,6 @@ def check_shape(model, base: Loaded, config: dict) -> None:
         ratio = model.config.image_size / base_config.image_size
         resolutions = [round(res * ratio) for res in base_config.attention_resolutions]
         base_settings["attention_resolutions"] = ",".join(map(str, resolutions))
-    if base_config.out_channels != model.config.out_channels:
-        base_settings["variance"] = base.config.get("variance", "fixed_small")
-        kind, _ = OBJECTIVES[config["objective"]]
-        if not kind.is_gaussian:  # flow matching has no variance
-            base_settings["objective"] = base.config["objective"]
     differing = [key for key in base_settings if key not in NO_SHAPE and base_settings[key] != new_settings.get(key)]
     if differing:
         settings = " ".join(f"--{key}={base_settings[key]}" for key in differing)
