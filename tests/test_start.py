@@ -91,7 +91,7 @@ def test_a_maps_teacher_cannot_be_exchanged(base, run_script):
     tensors["ema_0.999"] = randomise(tensors["ema_0.999"], seed=5)
     save_checkpoint(teacher.parents[1], 1, tensors, load_meta(teacher))
     exchanged = ("base_train", *its_map, "--num_iterations=2")
-    refused("old/.*has other weights than when it became this run's teacher", run_script, *exchanged)
+    refused("old/.*has other weights than when this run began", run_script, *exchanged)
     checkpoint = run_dir / "checkpoints" / "step_000001"
     meta = load_meta(checkpoint)
     assert meta["teacher"] == "old,step=1,ema=0.999" and meta.pop("teacher_sha256")

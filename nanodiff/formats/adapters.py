@@ -40,15 +40,6 @@ def save_adapters(run_dir: Path, meta: dict, tensors: Tensors) -> None:
     save_safetensors({PREFIX + name: x for name, x in tensors.items()}, path, described(meta))
 
 
-def check_base(base: dict, tensors: Tensors, adapters: dict) -> None:
-    """UserError unless the adapters were trained on these weights; see merge."""
-    lora = adapters["lora"]
-    if lora["sha256"] != fingerprint(tensors):
-        raise UserError(
-            f"{adapters['source']} has adapters for other weights: {lora['base']} as it was, not {base['source']}"
-        )
-
-
 def class_rows(
     table: Tensor,
     table_names: list[str],
@@ -76,8 +67,11 @@ def merge(
 ) -> tuple[dict, Tensors]:
     """Merge adapters (their meta, tensors by our names) into a base -> (meta, tensors). Weights become W + scale
     alpha / rank B A. The adapters' new classes are added: see class_rows."""
-    check_base(base, tensors, adapters)
     lora = adapters["lora"]
+    if lora["sha256"] != fingerprint(tensors):
+        raise UserError(
+            f"{adapters['source']} has adapters for other weights: {lora['base']} as it was, not {base['source']}"
+        )
     tensors = dict(tensors)
     base_names = base["data"].class_names[: base["model_config"]["num_classes"]]
     names = list(dict.fromkeys(base_names + lora["classes"]))

@@ -10,7 +10,7 @@ from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import match_labels, same_order
 from nanodiff.diffusion.process import OBJECTIVES, learns_guidance
 from nanodiff.files import reading
-from nanodiff.formats.adapters import check_base, class_rows, identity, save_adapters  # noqa: F401 (base_train)
+from nanodiff.formats.adapters import class_rows, identity, save_adapters  # noqa: F401 (base_train)
 from nanodiff.formats.load import OTHER_VERSION, Loaded, build, find, read, read_file, split_options
 from nanodiff.models.build import load_weights, model_settings, stored_config
 from nanodiff.models.lora import add_lora, class_table
@@ -77,14 +77,12 @@ def open_source(config: dict, meta: dict, device):
     kind, _ = OBJECTIVES[config["objective"]]
     device = device if kind.is_map else "cpu"
     source = None
-    if "lora" in meta:
-        base = read(*find(meta["lora"]["base"]))
-        check_base(*base, meta | {"source": config["init_from"]})
-        source = build(*base, device)
-    elif kind.is_map or not meta:
-        source = build(*read(*find(meta.get("teacher", config["init_from"]))), device)
-        if "teacher_sha256" in meta and meta["teacher_sha256"] != identity(source)["sha256"]:
-            raise UserError(f"{source.source} has other weights than when it became this run's teacher")
+    if kind.is_map or "lora" in meta or not meta:
+        teacher = {"base": meta.get("teacher", config["init_from"]), "sha256": meta.get("teacher_sha256")}
+        identifier = meta.get("lora", teacher)
+        source = build(*read(*find(identifier["base"])), device)
+        if identifier["sha256"] and identifier["sha256"] != identity(source)["sha256"]:
+            raise UserError(f"{source.source} has other weights than when this run began")
     data = meta["data"] if meta else source.data
     if not config["lora_rank"]:
         data = replace(data, class_names=[], num_classes=0)  # a whole model may lose the old classes
