@@ -1,11 +1,8 @@
 """A set is whole or absent, returns what was written, and a damaged one is refused in one line."""
 
 import errno
-import gc
 import json
 import os
-import resource
-from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,7 +10,7 @@ import pytest
 from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import FORK, on_ranks, run_process
+from processes import on_ranks
 
 from nanodiff.data import dataset, shapes
 from nanodiff.data.dataset import DatasetWriter, match_labels, open_dataset, verify
@@ -157,9 +154,6 @@ def test_what_describes_a_set_has_its_own_hash(base):
     del facts["sha256"]
     path.write_text(json.dumps(facts))
     assert verify(open_dataset("toy"))[0] == 4
-    facts["splits"]["train"]["labels"] = None
-    path.write_text(json.dumps(facts))
-    refused("it has classes, but no labels of train", open_dataset, "toy")
 
 
 @pytest.mark.parametrize("change", ["written", "truncated", "replaced", "removed"])
@@ -190,20 +184,17 @@ def test_a_file_is_hashed_once_until_it_changes(base, monkeypatch):
     assert len(hashed) == 5
 
 
-def test_more_shards_than_open_files(base, monkeypatch):
-    gc.collect()  # the child inherits the shards that other tests' sets have open
+def test_more_shards_than_are_mapped_at_a_time(base, monkeypatch):
     monkeypatch.setattr(dataset, "MAX_SHARD_BYTES", 128 + 48)
-    images = RNG.integers(0, 256, (200, 3, 4, 4), np.uint8)
+    monkeypatch.setattr(dataset, "MAX_MAPPED", 3)
+    images = RNG.integers(0, 256, (20, 3, 4, 4), np.uint8)
     with DatasetWriter("many") as writer:
         writer.append("train", images)
-    assert len(list(writer.path.glob("*.npy"))) == 200
-
-    def read_all():
-        data, order = open_dataset("many"), RNG.permutation(200)
-        assert (data.images(order) == images[order]).all()
-
-    for limits in ((64, 64), (64, 1024)):
-        run_process(read_all, before=partial(resource.setrlimit, resource.RLIMIT_NOFILE, limits), context=FORK)
+    assert len(list(writer.path.glob("*.npy"))) == 20
+    order = RNG.permutation(20)
+    data = open_dataset("many")
+    for _ in range(2):
+        np.testing.assert_array_equal(data.images(order), images[order])
 
 
 def test_unknown_name_and_split_tell_what_there_is(base):

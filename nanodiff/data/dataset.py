@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import shutil
 import tempfile
 import threading
@@ -38,7 +37,7 @@ FORMAT = 1
 SPLITS = ("train", "val")
 SHAPES = {"shapes": 16, "shapes32": 32, "shapes64": 64}  # embedded sets: name -> resolution
 MAX_SHARD_BYTES = 2**27
-MAX_FILES = 10_240  # open at a time, macOS's limit; each mapped shard is one
+MAX_MAPPED = 100  # shards of a split at a time; each is an open file, of which macOS allows 256
 
 
 def data_dir() -> Path:
@@ -103,9 +102,7 @@ class Dataset:
                     raise UserError(
                         f"{file} is damaged or truncated: it has {size:,} bytes, meta.json says {entry['bytes']:,}"
                     )
-            self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(self._open_shard)
-            if self.class_names and not part["labels"]:
-                raise UserError(f"{path} is damaged: it has classes, but no labels of {split}")
+            self._shard = functools.lru_cache(MAX_MAPPED)(self._open_shard)
             self._rows = {"y": np.broadcast_to(np.int64(0), len(self))}  # if it is unlabelled
             for name, key in FILES.items():
                 if name in self.meta or part.get(key):
@@ -338,17 +335,6 @@ def open_npy(path: Path, *shape: int) -> np.ndarray:
         if array.shape[: len(shape)] != shape:
             raise UserError(f"{path} is damaged: its shape is {array.shape}, meta.json says {shape}")
         return array
-
-
-def raise_file_limit() -> int:
-    """Raise the process's limit of open files to at most MAX_FILES, since each memory map keeps one; return it."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = min(most, MAX_FILES)
-    if limit < target:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (target, most))
-            return target
-    return limit
 
 
 # ---------------------------------------------------------------------------------------------------------------------
