@@ -78,10 +78,11 @@ def droppable(config: Conditioned) -> list[str]:
 
 def some_conditions(config: Conditioned, n: int, device="cpu") -> Tensors:
     """Zeros (n, ...) for each condition that a model takes, to try it out."""
-    return {
-        name: torch.zeros(n, *shape, dtype=torch.int64 if name == "y" else None, device=device)
-        for name, shape in row_shapes(config).items()
-    }
+    cond = {}
+    for name, shape in row_shapes(config).items():
+        dtype = torch.int64 if name == "y" else None
+        cond[name] = torch.zeros(n, *shape, dtype=dtype, device=device)
+    return cond
 
 
 def conditioning(config: Conditioned, conditions: Tensors, x0=None, is_dropped=None) -> Tensors:
@@ -91,7 +92,8 @@ def conditioning(config: Conditioned, conditions: Tensors, x0=None, is_dropped=N
     cond = {name: rows[name] for name in row_shapes(config)}
     if is_dropped is not None:
         for name, null in null_condition(config, cond).items():
-            is_null = is_dropped.view(-1, *[1] * (null.ndim - 1))
+            ones = [1] * (null.ndim - 1)
+            is_null = is_dropped.view(-1, *ones)
             cond[name] = torch.where(is_null, null, cond[name])
     return cond
 
@@ -100,9 +102,11 @@ def made_from(x0, config: Conditioned) -> Tensors:
     """The conditions that are made from x0 (N, C, H, W)."""
     if not config.low_res:
         return {}
-    size = [max(1, round(side * config.low_res / config.image_size)) for side in x0.shape[2:]]
+    ratio = config.low_res / config.image_size
+    size = [max(1, round(side * ratio)) for side in x0.shape[2:]]
     # MPS takes averages of whole pixels alone: the CPU takes all
-    small = F.interpolate(x0.cpu() if x0.is_mps else x0, size=size, mode="area")
+    x = x0.cpu() if x0.is_mps else x0
+    small = F.interpolate(x, size=size, mode="area")
     return {"low_res": small.to(x0.device)}
 
 
@@ -110,15 +114,18 @@ def null_condition(config: Conditioned, cond: Tensors) -> Tensors:
     """Null values for the conditions in `cond` that can be dropped: the null class for labels, NaN for floats. No row
     holds NaN, so null differs from every value.
     """
-    return {
-        name: torch.full_like(cond[name], config.num_classes if name == "y" else math.nan) for name in droppable(config)
-    }
+    nulls = {}
+    for name in droppable(config):
+        value = config.num_classes if name == "y" else math.nan
+        nulls[name] = torch.full_like(cond[name], value)
+    return nulls
 
 
 def null_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Floats (N, ...) -> the same with 0 instead of NaN, and (N, 1, ..., 1): 1 where a row is null, else 0."""
     is_nan = x.isnan()
-    is_null = is_nan.any(tuple(range(1, x.ndim)), keepdim=True)
+    axes = tuple(range(1, x.ndim))
+    is_null = is_nan.any(axes, keepdim=True)
     return x.masked_fill(is_nan, 0), is_null.to(x.dtype)
 
 
@@ -167,8 +174,10 @@ class DataInfo(SetConditions):
     latents: dict | None = None  # see describe_latents
 
     def __post_init__(self):
-        if self.kind not in ("images", "arrays", "latents") or self.num_classes != len(self.class_names):
-            raise ValueError(f"data of kind {self.kind!r} with {self.num_classes} classes: {self.class_names}")
+        if self.kind not in ("images", "arrays", "latents"):
+            raise ValueError(f"data of kind {self.kind!r}")
+        if self.num_classes != len(self.class_names):
+            raise ValueError(f"{self.num_classes} classes with {len(self.class_names)} names")
 
 
 def to_stored(name: str, rows) -> np.ndarray:
@@ -201,5 +210,9 @@ def statistics(parts: list[np.ndarray]) -> dict:
     variance = square - mean**2
     is_constant = variance <= 1e-14 * square  # float64's rounding error
     std = np.sqrt(np.where(is_constant, 1.0, variance))
-    length = part.shape[1] if part.ndim == 3 else 0
-    return {"dim": part.shape[-1], "len": length, "mean": mean.tolist(), "std": std.tolist()}
+    return {
+        "dim": part.shape[-1],
+        "len": part.shape[1] if part.ndim == 3 else 0,
+        "mean": mean.tolist(),
+        "std": std.tolist(),
+    }

@@ -35,19 +35,23 @@ def make_codec(
         raise UserError(f"flip: {dataset.name!r} has no mirrored copies; make it with scripts.cache_latents --flip")
     if source_data:
         keys = SET_KEYS if source_data.given_channels else SET_KEYS + GIVEN
-        data = replace(source_data, **{key: getattr(data, key) for key in keys})
+        changes = {key: getattr(data, key) for key in keys}
+        data = replace(source_data, **changes)
     if data.kind == "latents" or (autoencoder and not source_data):
         from nanodiff.data.latents import latents_of  # a lazy import: pixels need no autoencoder
 
-        info = dict(latents_of(replace(data, latents=data.latents or latents), autoencoder))
+        info = data.latents or latents
+        info = dict(latents_of(replace(data, latents=info), autoencoder))
         if not source_data and "mean" in info:
             info["offset"] = info.pop("mean")
             info["scale"] = info.pop("std")
-        data = replace(data, kind="latents", channels=len(info["offset"]), latents=info)
         if not latents:
             unit = info["downsample"]
-            sizes = [[height // unit, width // unit, number] for height, width, number in data.sizes or ()]
+            sizes = []
+            for height, width, number in data.sizes or ():
+                sizes.append([height // unit, width // unit, number])
             data = replace(data, resolution=data.resolution // unit, sizes=sizes or None)
+        data = replace(data, kind="latents", channels=len(info["offset"]), latents=info)
     # A model that keeps its classes has learned them from other images
     if dataset.num_classes and not (source_data and source_data.class_names):
         empty = np.delete(dataset.class_names, dataset.labels(slice(None)))
@@ -69,18 +73,20 @@ def load_codec(data: DataInfo, device, autoencoder: str = "") -> Pixels:
         return Arrays(data, device)
     from nanodiff.data.latents import Latents, latents_of  # a lazy import
 
-    return Latents(replace(data, latents=latents_of(data, autoencoder)), device, autoencoder)
+    data = replace(data, latents=latents_of(data, autoencoder))
+    return Latents(data, device, autoencoder)
 
 
 def check_same_data(old: DataInfo, new: DataInfo, model_tag: str) -> None:
     """Raise UserError if a run would resume with data other than its checkpoint's; their location may differ."""
-    differences = [
-        key
-        for key, value in vars(new).items()
-        if key not in ("name", "latents", "val_sha256") and value != getattr(old, key)
-    ]
+    differences = []
+    for key, value in vars(new).items():
+        if key not in ("name", "latents", "val_sha256") and value != getattr(old, key):
+            differences.append(key)
+    old_latents = old.latents or {}
+    new_latents = new.latents or {}
     for key in ("sha256", "offset", "scale"):
-        if (new.latents or {}).get(key) != (old.latents or {}).get(key):
+        if new_latents.get(key) != old_latents.get(key):
             differences.append(f"{key} of the latents")
     if differences:
         raise UserError(f"{model_tag} was trained on data with other {', '.join(differences)}; use another model_tag")

@@ -45,7 +45,9 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
 def shuffled_buckets(num_batches: tuple[int, ...], key: tuple[int, ...]) -> np.ndarray:
     """The bucket that each batch of an epoch draws from, given the number of batches per bucket."""
     buckets = np.repeat(np.arange(len(num_batches)), num_batches)
-    return buckets[shuffled(np.arange(len(buckets)), len(buckets), key)]
+    num = len(buckets)
+    order = shuffled(np.arange(num), num, key)
+    return buckets[order]
 
 
 @dataclass
@@ -86,7 +88,8 @@ class DataLoader:
         self._ahead.popleft()
         self._read_ahead()
         # On CUDA the copy overlaps with computation, since the thread has pinned the memory.
-        rows = {name: x.to(self.device, non_blocking=self.device.type == "cuda") for name, x in rows.items()}
+        is_pinned = self.device.type == "cuda"
+        rows = {name: x.to(self.device, non_blocking=is_pinned) for name, x in rows.items()}
         return rows.pop("images"), rows
 
     def close(self) -> None:
@@ -99,10 +102,10 @@ class DataLoader:
         first_row = (micro_step * self.world + self.rank) * self.device_batch_size
         positions = step * self.total_batch_size + first_row + np.arange(self.device_batch_size)
         epochs, offsets = np.divmod(positions, len(bucket))
-        parts = [
-            shuffled(offsets[epochs == epoch], len(bucket), (self.seed, int(epoch), number))
-            for epoch in np.unique(epochs)
-        ]
+        parts = []
+        for epoch in np.unique(epochs):
+            key = (self.seed, int(epoch), number)
+            parts.append(shuffled(offsets[epochs == epoch], len(bucket), key))
         return bucket.start + np.concatenate(parts)
 
     def bucket(self, step: int) -> tuple[int, int]:
@@ -111,7 +114,8 @@ class DataLoader:
         After e epochs a bucket of n images has filled e*n // total_batch_size batches; images left over wait for the
         next epoch. The order of an epoch's batches is a function of (seed, epoch).
         """
-        counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
+        counts = [len(bucket) for bucket in self.dataset.buckets.values()]
+        counts = np.array(counts)
 
         def batches(epochs):
             return epochs * counts // self.total_batch_size
@@ -120,13 +124,16 @@ class DataLoader:
         while batches(epoch + 1).sum() <= step:
             epoch += 1
         past_batches = batches(epoch)
-        order = shuffled_buckets(tuple(batches(epoch + 1) - past_batches), (self.seed, epoch, len(counts)))
+        num_batches = batches(epoch + 1) - past_batches
+        order = shuffled_buckets(tuple(num_batches), (self.seed, epoch, len(counts)))
         place = step - past_batches.sum()  # among this epoch's batches
         number = order[place]
-        return int(number), int(past_batches[number] + np.count_nonzero(order[:place] == number))
+        count = past_batches[number] + np.count_nonzero(order[:place] == number)
+        return int(number), int(count)
 
     def _read_ahead(self) -> None:
-        self._ahead.append(self._thread.submit(self._read, next(self._numbers)))
+        task = self._thread.submit(self._read, next(self._numbers))
+        self._ahead.append(task)
 
     def _read(self, number: int) -> Tensors:
         """The thread's work: "images" and conditions of a micro-step on the CPU."""

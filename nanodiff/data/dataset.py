@@ -85,14 +85,16 @@ class Dataset:
             self.sha256 = json_hash(part)
             self.identity = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
             self._shards = part["shards"]
-            # (shards,) the index after the last image of each
-            self._ends = np.cumsum([entry["num_images"] for entry in self._shards])
+            counts = [entry["num_images"] for entry in self._shards]
+            self._ends = np.cumsum(counts)  # (shards,) the index after the last image of each
             self.num_images = int(self._ends[-1])
             self.buckets = {}  # shards of one size follow each other
             for entry, end in zip(self._shards, self._ends.tolist()):
                 size = tuple(entry.get("size", self._square))
-                bucket = self.buckets.get(size, range(end - entry["num_images"], end))
-                self.buckets[size] = range(bucket.start, end)
+                start = end - entry["num_images"]
+                if size in self.buckets:
+                    start = self.buckets[size].start
+                self.buckets[size] = range(start, end)
             self.states = {}  # of the files now
             for entry in files_of(part):
                 file = path / entry["file"]
@@ -108,27 +110,37 @@ class Dataset:
                 if name in self.meta or part.get(key):
                     self._rows[name] = open_npy(path / part[key]["file"], len(self))
             labels = self._rows["y"]
-            if not 0 <= labels.min() <= labels.max() < max(1, self.num_classes):
+            least = labels.min()
+            most = labels.max()
+            if least < 0 or most >= max(1, self.num_classes):
                 raise UserError(f"{path} is damaged: labels beyond 0..{self.num_classes - 1}")
             self.data = self._info()
 
     def _info(self) -> DataInfo:
-        values = {field.name: self.meta[field.name] for field in fields(DataInfo) if field.name in self.meta}
-        values["num_classes"] = self.num_classes
+        meta = self.meta
+        values = {}
+        for field in fields(DataInfo):
+            if field.name in meta:
+                values[field.name] = meta[field.name]
         for name, (dim, length) in NUMBERS.items():
-            if name in self.meta:
-                rows = self.meta[name]
-                values |= {dim: rows["dim"], length: rows["len"], name: {"mean": rows["mean"], "std": rows["std"]}}
+            if name in meta:
+                numbers = dict(meta[name])
+                values[dim] = numbers.pop("dim")
+                values[length] = numbers.pop("len")
+                values[name] = numbers  # mean, std
         if list(self.buckets) != [self._square]:
             values["sizes"] = [[*size, len(bucket)] for size, bucket in self.buckets.items()]
-        val_sha256 = json_hash(self.meta["splits"].get("val"))
-        return DataInfo(**values | {"name": self.name, "sha256": self.sha256, "val_sha256": val_sha256})
+        values["name"] = self.name
+        values["num_classes"] = self.num_classes
+        values["sha256"] = self.sha256
+        values["val_sha256"] = json_hash(meta["splits"].get("val"))
+        return DataInfo(**values)
 
     def _open_shard(self, k: int) -> np.ndarray:
         entry = self._shards[k]
-        shape = entry["num_images"], self._depth, *entry.get("size", self._square)
+        size = entry.get("size", self._square)
         file = self.path / entry["file"]
-        shard = open_npy(file, *shape)
+        shard = open_npy(file, entry["num_images"], self._depth, *size)
         self.check_unchanged(file)
         return shard
 
@@ -145,7 +157,8 @@ class Dataset:
 
     def batches(self, indices: np.ndarray, batch_size: int) -> Batches:
         """Ascending indices in batches, each of one bucket."""
-        cuts = np.searchsorted(indices, [bucket.stop for bucket in self.buckets.values()])
+        ends = [bucket.stop for bucket in self.buckets.values()]
+        cuts = np.searchsorted(indices, ends)
         batches = []
         for part in filter(len, np.split(indices, cuts[:-1])):
             batches += in_batches(part, batch_size)
@@ -161,9 +174,11 @@ class Dataset:
         for k in np.unique(shard_of):
             shard = self._shard(k)
             if images is None:
-                images = np.empty((len(indices), *shard.shape[1:]), shard.dtype)
+                shape = (len(indices), *shard.shape[1:])
+                images = np.empty(shape, shard.dtype)
             places = order[shard_of[order] == k]
-            images[places] = shard[indices[places] - self._ends[k] + len(shard)]
+            start = self._ends[k] - len(shard)
+            images[places] = shard[indices[places] - start]
         cond = self.cond(indices)
         if "given_channels" in self.meta:
             cond["given"] = images[:, self.channels :]
@@ -183,7 +198,8 @@ class Dataset:
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
         dataset = copy.copy(self)
-        dataset._rows = self._rows | {"y": np.array(numbers)[self._rows["y"]]}
+        labels = np.array(numbers)[self._rows["y"]]
+        dataset._rows = self._rows | {"y": labels}
         return dataset
 
     def seen_by(self, model_names: list[str]) -> "Dataset":
@@ -201,7 +217,11 @@ class Dataset:
         return dataset
 
 
-def match_labels(names: list[str], vocabulary: list[str], subject: str) -> list[int]:
+def match_labels(
+    names: list[str],
+    vocabulary: list[str],
+    subject: str,
+) -> list[int]:
     """Map class names to the model's class numbers: by name if all are in `vocabulary`, or by order (see same_order).
 
     `subject`: how the error message begins.
@@ -223,7 +243,11 @@ def same_order(names: list[str], vocabulary: list[str]) -> bool:
     return len(names) == len(vocabulary) and numbers in ([*names], [*vocabulary])
 
 
-def open_dataset(name_or_path: str | Path, split: str = "train", source_data: DataInfo | None = None) -> Dataset:
+def open_dataset(
+    name_or_path: str | Path,
+    split: str = "train",
+    source_data: DataInfo | None = None,
+) -> Dataset:
     """Open a split of a set: a name in $NANODIFF_BASE_DIR/data, a folder, or an embedded set, drawn on first use.
 
     `source_data`: of a model, whose class numbers the set then has (Dataset.seen_by).
@@ -235,7 +259,8 @@ def open_dataset(name_or_path: str | Path, split: str = "train", source_data: Da
     if name in SHAPES and not is_set(path):
         make_shapes(name)
     if not is_set(path):
-        neighbours = nearest(name, [file.parent.name for file in data_dir().glob("[!.]*/meta.json")])
+        names = [file.parent.name for file in data_dir().glob("[!.]*/meta.json")]
+        neighbours = nearest(name, names)
         raise UserError(
             f"no data set {name!r}; nearest in {data_dir()}: {neighbours}; "
             f"drawn on first use: {', '.join(SHAPES)}; "
@@ -253,17 +278,20 @@ def make_shapes(name: str) -> None:
             return
         with DatasetWriter(name, CLASS_NAMES) as writer:
             for split in SPLITS:
-                images, labels = map(np.concatenate, zip(*draw_split(split, seed=0, resolution=SHAPES[name])))
+                blocks = zip(*draw_split(split, seed=0, resolution=SHAPES[name]))
+                images, labels = map(np.concatenate, blocks)
                 writer.append(split, images, y=labels)
 
 
 def files_of(part: dict) -> list[dict]:
     """The entries in meta.json of a split's files."""
-    return part["shards"] + [part[key] for key in FILES.values() if part.get(key)]
+    rows = [part.get(key) for key in FILES.values()]
+    return part["shards"] + [entry for entry in rows if entry]
 
 
 def json_hash(value) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_state(path: Path) -> tuple[int, int, int]:
@@ -294,8 +322,10 @@ def verify(dataset: Dataset, splits=SPLITS) -> tuple[int, int]:
     The ranks of one machine share the work, as another machine may have its own copy.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    parts = [part for split, part in dataset.meta["splits"].items() if split in splits]
-    entries = [entry for part in parts for entry in files_of(part)]
+    entries = []
+    for split, part in dataset.meta["splits"].items():
+        if split in splits:
+            entries += files_of(part)
     entries = entries[get_dist()[1] % ranks_here :: ranks_here]
     for entry in entries:
         check_file(dataset.path, entry)
@@ -389,7 +419,8 @@ class DatasetWriter:
         path = self.path
         busy = f"data set {path.name!r} is being prepared by another process"
         tmp = f".{path.name}.tmp-"
-        self._lock = lock_file(path.parent / f".{path.name}.lock", busy, leftovers=(tmp + 8 * "[a-z0-9_]",))
+        leftovers = (tmp + 8 * "[a-z0-9_]",)
+        self._lock = lock_file(path.parent / f".{path.name}.lock", busy, leftovers=leftovers)
         state = "no data set" if path.exists() else ""
         if is_set(path):
             shutil.rmtree(path / "notes", ignore_errors=True)  # left by a writer killed as it ended
@@ -422,14 +453,14 @@ class DatasetWriter:
         for ids in in_batches(np.arange(len(images)), per_shard):
             number = len(self._parts[split])
             shard = write_npy(self.folder / f"{split}_images_{number:03d}.npy", images[ids])
-            rows = {name: np.asarray(x)[ids] for name, x in cond.items()}
-            self.add(split, shard, **rows)
+            self.add(split, shard, **{name: np.asarray(x)[ids] for name, x in cond.items()})
 
     def add(self, split: str, shard: dict, **cond) -> None:
         """Add a shard that is in the folder, by its entry in meta.json, and the conditions of its images."""
         if not self.meta["class_names"]:
             cond.pop("y", None)
-        self._parts[split].append((shard, {name: to_stored(name, x) for name, x in cond.items()}))
+        rows = {name: to_stored(name, x) for name, x in cond.items()}
+        self._parts[split].append((shard, rows))
 
     def _finish(self) -> None:
         def tallness(part):
@@ -446,15 +477,20 @@ class DatasetWriter:
             if not parts:
                 continue
             shards, conditions = zip(*sorted(parts, key=tallness, reverse=True))
-            entry = {"num_images": sum(shard["num_images"] for shard in shards), "labels": None, "shards": shards}
+            entry = {
+                "num_images": sum(shard["num_images"] for shard in shards),
+                "labels": None,
+                "shards": shards,
+            }
             rows = {}
             for name in conditions[0]:
                 rows[name] = [cond[name] for cond in conditions]
                 file = self.folder / f"{split}_{FILES[name]}.npy"
                 entry[FILES[name]] = write_npy(file, np.concatenate(rows[name]))
             if split == "train":
-                for name in NUMBERS.keys() & rows.keys() - self.meta.keys():  # a set of latents copies its image set's
-                    self.meta[name] = statistics(rows[name])
+                for name in NUMBERS.keys() & rows:
+                    if name not in self.meta:  # a set of latents copies its image set's
+                        self.meta[name] = statistics(rows[name])
             self.meta["splits"][split] = entry
         for leftover in self.folder.glob(".*"):  # temporary files of killed writers
             leftover.unlink()

@@ -35,7 +35,8 @@ def from_stored(rows, data: DataInfo, flip=None, device=None) -> Tensors:
     for name in NUMBERS.keys() & cond:
         values = cond[name]
         numbers = getattr(data, name)
-        mean, std = torch.tensor([numbers["mean"], numbers["std"]]).to(values.device, non_blocking=True)  # (D,) each
+        mean_and_std = torch.tensor([numbers["mean"], numbers["std"]])  # (2, D)
+        mean, std = mean_and_std.to(values.device, non_blocking=True)
         normal = (values.float() - mean) / std
         if values.ndim == 3:
             normal[~values.any(2)] = 0
@@ -45,7 +46,8 @@ def from_stored(rows, data: DataInfo, flip=None, device=None) -> Tensors:
 
 def to_uint8(x: Tensor) -> Tensor:
     """[-1, 1] -> uint8, rounded and clamped."""
-    return ((x.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    levels = (x.float() + 1) * 127.5
+    return levels.round().clamp(0, 255).to(torch.uint8)
 
 
 def visible(x):
@@ -74,7 +76,8 @@ class Pixels:
     def sample_shape(self, number: int) -> Shape:
         """(C, H, W) of a sample's x0. Samples 8k to 8k + 7 share a shape, drawn in proportion to the data."""
         u = (number // 8 + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly
-        return self.shapes[np.searchsorted(self.counts / self.counts[-1], u, side="right")]
+        shares = self.counts / self.counts[-1]
+        return self.shapes[np.searchsorted(shares, u, side="right")]
 
     def accept(self, dataset, **overrides) -> None:
         """Prepare to read a set. UserError unless its data agree with the model's; `overrides`: values in which the
@@ -82,8 +85,9 @@ class Pixels:
         data = replace(self.data, **overrides)
         for key in ("kind", "channels", "resolution", "range", *SET_FIELDS[1:]):  # classes are matched by name
             value = getattr(dataset.data, key)
-            if value != getattr(data, key):
-                raise UserError(f"data={dataset.name!r} has {key} {value}, the model wants {getattr(data, key)}")
+            wanted_value = getattr(data, key)
+            if value != wanted_value:
+                raise UserError(f"data={dataset.name!r} has {key} {value}, the model wants {wanted_value}")
 
     def to_x0(self, batch, flip=None, randn_like=None) -> Tensor:
         """What the data set stores -> x0, fp32; mirrored where `flip` (N,) is True.
@@ -95,7 +99,8 @@ class Pixels:
     def read(self, dataset, ids, randn_like=None):
         """x0 (N, C, H, W) of images of a set, and their conditions as models take them."""
         images, rows = dataset.rows(ids)
-        x0 = self.to_x0(torch.from_numpy(images).to(self.device), None, randn_like)
+        images = torch.from_numpy(images).to(self.device)
+        x0 = self.to_x0(images, None, randn_like)
         return x0, from_stored(rows, self.data, device=self.device)
 
     def to_pixels(self, x0) -> Tensor:
@@ -128,7 +133,8 @@ class Arrays(Pixels):
 
     def to_output(self, x0):
         dtype = np.dtype(self.data.dtype)
-        values = np.interp(x0.cpu().numpy(), (-1, 1), self.data.range)  # in float64, clamped
+        x = x0.cpu().numpy()
+        values = np.interp(x, (-1, 1), self.data.range)  # in float64, clamped
         if dtype.kind in "ui":
             limits = np.iinfo(dtype)
             values = np.rint(values).clip(limits.min, limits.max)

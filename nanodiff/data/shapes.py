@@ -35,10 +35,12 @@ def draw_shapes(num: int, seed, resolution: int = 16) -> tuple[np.ndarray, np.nd
 def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
     """(n, 3, resolution, resolution) uint8 of labels (n,), colours (n, 3) and poses (n, 3)."""
     images = np.empty((len(labels), 3, resolution, resolution), np.uint8)
+    ground = GROUND[:, None, None]
+    contrasts = (colours - GROUND)[:, :, None, None]  # (n, 3, 1, 1)
     for label in range(len(CLASS_NAMES)):
         is_label = labels == label
         coverage = draw_masks(label, poses[is_label], resolution)[:, None]  # (n, 1, resolution, resolution)
-        pixels = GROUND[:, None, None] + coverage * (colours[is_label] - GROUND)[:, :, None, None]
+        pixels = ground + coverage * contrasts[is_label]
         images[is_label] = np.rint(pixels).astype(np.uint8)
     return images
 
@@ -61,7 +63,9 @@ def inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         case "triangle":
             return (y > -0.5) & (y + 3**0.5 * dx < 1)
         case "cross":
-            return (np.maximum(dx, dy) < 0.96) & (np.minimum(dx, dy) < 0.27)
+            longer = np.maximum(dx, dy)
+            shorter = np.minimum(dx, dy)
+            return (longer < 0.96) & (shorter < 0.27)
         case "bar":
             return (dx < 0.96) & (dy < 0.28)
         case "stripes":
@@ -76,24 +80,28 @@ def draw_poses(num: int, rng: np.random.Generator, radii=RADII) -> np.ndarray:
     smallest, largest = radii
     radius = smallest + (largest - smallest) * u_radius
     room = 1 - 2 * radius
-    return np.stack([radius, *(radius + room * u for u in u_place)], 1)
+    x, y = (radius + room * u for u in u_place)
+    return np.stack([radius, x, y], 1)
 
 
 def within(poses: np.ndarray, radii) -> np.ndarray:
     """Clip poses (..., 3) to the radii and places that draw_poses gives."""
     radius = poses[..., :1].clip(*radii)
-    return np.concatenate([radius, poses[..., 1:].clip(radius, 1 - radius)], axis=-1)
+    place = poses[..., 1:].clip(radius, 1 - radius)
+    return np.concatenate([radius, place], axis=-1)
 
 
 def draw_masks(label: int, poses: np.ndarray, resolution: int) -> np.ndarray:
     """The share of each pixel's 4 x 4 points that a shape in poses (n, 3) covers: (n, resolution, resolution)."""
     side = resolution * SUPERSAMPLES
-    grid = ((np.arange(side) + 0.5) / side).astype(np.float32)
+    grid = (np.arange(side) + 0.5) / side
+    grid = grid.astype(np.float32)
+    poses = poses.astype(np.float32)[..., None, None]  # (n, 3, 1, 1)
     masks = np.empty((len(poses), resolution, resolution), np.float32)
     per_block = max(1, 2**20 // side**2)  # about a million points at once fit in the cache
     for start in range(0, len(poses), per_block):
         block = slice(start, start + per_block)
-        radius, centre_x, centre_y = poses[block].T.astype(np.float32)[:, :, None, None]  # (n, 1, 1) each
+        radius, centre_x, centre_y = poses[block].swapaxes(0, 1)  # (n, 1, 1) each
         x = (grid - centre_x) / radius  # (n, 1, side)
         y = (grid[:, None] - centre_y) / radius  # (n, side, 1)
         points = inside(CLASS_NAMES[label], x, y)  # (n, side, side)
@@ -104,5 +112,6 @@ def draw_masks(label: int, poses: np.ndarray, resolution: int) -> np.ndarray:
 
 def draw_split(split: str, seed: int, resolution: int):
     """Images and labels of a split, in blocks of 1,000 to bound the memory."""
+    number = list(NUM_IMAGES).index(split)
     for start in range(0, NUM_IMAGES[split], 1000):
-        yield draw_shapes(1000, (seed, list(NUM_IMAGES).index(split), start), resolution)
+        yield draw_shapes(1000, (seed, number, start), resolution)
