@@ -169,14 +169,13 @@ class Dataset:
         second images among them, "given" (n, C, H, W)."""
         indices = np.asarray(indices, np.int64)
         shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
-        order = np.argsort(indices)  # to read the disk forwards
         images = None
         for k in np.unique(shard_of):
             shard = self._shard(k)
             if images is None:
                 shape = (len(indices), *shard.shape[1:])
                 images = np.empty(shape, shard.dtype)
-            places = order[shard_of[order] == k]
+            places = np.flatnonzero(shard_of == k)
             start = self._ends[k] - len(shard)
             images[places] = shard[indices[places] - start]
         cond = self.cond(indices)
@@ -492,8 +491,6 @@ class DatasetWriter:
                     if name not in self.meta:  # a set of latents copies its image set's
                         self.meta[name] = statistics(rows[name])
             self.meta["splits"][split] = entry
-        for leftover in self.folder.glob(".*"):  # temporary files of killed writers
-            leftover.unlink()
         meta = {"format": FORMAT, **self.meta}
         write_json(self.folder / "meta.json", meta | {"sha256": json_hash(meta)})
         publish_folder(self.folder, self.path)
