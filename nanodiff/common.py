@@ -15,6 +15,7 @@ from torch import Tensor
 from configurator import nearest  # noqa: F401 (for the house)
 
 Tensors = dict[str, Tensor]  # by name
+Settings = dict[str, object]  # of a run, by name
 Batches = list[np.ndarray]  # numbers of images, (n,) each
 
 

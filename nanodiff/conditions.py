@@ -10,7 +10,7 @@ conditioning selects the model's and drops some. How to add a condition: runs/GU
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -49,8 +49,8 @@ class Conditioned(SetConditions):
         return self.given_channels
 
 
-FIELDS = tuple(field.name for field in fields(Conditioned))
-SET_FIELDS = tuple(field.name for field in fields(SetConditions))
+SET_FIELDS = tuple(SetConditions.__annotations__)
+FIELDS = SET_FIELDS + tuple(Conditioned.__annotations__)
 # Conditions of floats in a file, per image one row (D,) or a sequence (L, D) -> the fields of D and L
 NUMBERS = {"vectors": ("vector_dim", "vector_len")}
 IMAGES = ("given", "low_res")  # a model takes at most one
@@ -64,8 +64,8 @@ def row_shapes(config: Conditioned) -> dict[str, tuple]:
     if channels := config.second_channels:
         side = config.low_res or config.image_size
         shapes["low_res" if config.low_res else "given"] = (channels, side, side)
-    for name, names in NUMBERS.items():
-        dim, length = (getattr(config, field) for field in names)
+    for name, fields in NUMBERS.items():
+        dim, length = (getattr(config, field) for field in fields)
         if dim:
             shapes[name] = (length, dim) if length else (dim,)
     return shapes
@@ -102,8 +102,7 @@ def made_from(x0, config: Conditioned) -> Tensors:
     """The conditions that are made from x0 (N, C, H, W)."""
     if not config.low_res:
         return {}
-    ratio = config.low_res / config.image_size
-    size = [max(1, round(side * ratio)) for side in x0.shape[2:]]
+    size = [max(1, round(side * config.low_res / config.image_size)) for side in x0.shape[2:]]
     # MPS takes averages of whole pixels alone: the CPU takes all
     x = x0.cpu() if x0.is_mps else x0
     small = F.interpolate(x, size=size, mode="area")

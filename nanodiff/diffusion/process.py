@@ -3,7 +3,7 @@
 import math
 from dataclasses import fields
 
-from nanodiff.common import UserError
+from nanodiff.common import Settings, UserError
 from nanodiff.conditions import DataInfo
 from nanodiff.diffusion import flow_map, gaussian
 from nanodiff.diffusion.flow import FlowMatching
@@ -21,7 +21,7 @@ OBJECTIVES |= {prediction: (GaussianDiffusion, prediction) for prediction in ("e
 SAMPLERS = flow_map.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
 
 
-def make_process(config: dict, data: DataInfo) -> FlowMatching | GaussianDiffusion:
+def make_process(config: Settings, data: DataInfo) -> FlowMatching | GaussianDiffusion:
     """The process of config["objective"]: flow matching, a flow map, or for eps, x0, x_prev and v Gaussian diffusion.
 
     Gaussian diffusion clips predictions of x0 to [-1, 1], except for latents.
@@ -36,7 +36,7 @@ def make_process(config: dict, data: DataInfo) -> FlowMatching | GaussianDiffusi
     return kind(**settings)
 
 
-def learns_guidance(config: dict, step: float = math.inf) -> bool:
+def learns_guidance(config: Settings, step: float = math.inf) -> bool:
     """True if a run with these settings has taught the model guidance by `step`, so that samples need none."""
     kind, _ = OBJECTIVES[config["objective"]]
     guided_from = config.get("guided_from", 1.0)
@@ -45,7 +45,7 @@ def learns_guidance(config: dict, step: float = math.inf) -> bool:
     return guided_from < 1 and guided_from * config["num_iterations"] < max(step, 1)  # 0: the source was guided
 
 
-def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> str:
+def why_unguided(config: Settings, has_condition: bool, step: float = math.inf) -> str:
     """Why the model of a run with these settings cannot be guided at `step`; "" if it can."""
     if learns_guidance(config, step):
         return "the model has learned guidance"  # and would be guided twice

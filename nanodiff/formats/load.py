@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from configurator import check, read_settings
-from nanodiff.common import Tensors, UserError, at, base_dir, nearest, print0
+from nanodiff.common import Settings, Tensors, UserError, at, base_dir, nearest, print0
 from nanodiff.conditions import DataInfo, droppable
 from nanodiff.diffusion.process import make_process, why_unguided
 from nanodiff.files import reading, sha256_of
@@ -41,7 +41,7 @@ class Loaded:
 
     model: torch.nn.Module
     process: object
-    config: dict  # the settings
+    config: Settings
     data: DataInfo
     step: int
     source: str  # the file and its options
@@ -57,7 +57,9 @@ class Loaded:
 
     def is_named_by(self, model: str) -> bool:
         """True if a script's `model` names the run alone: no file of it, no options."""
-        return self.run_dir is not None and Path(model).name in ("", self.run_dir.name)
+        if not self.run_dir:
+            return False
+        return Path(model).name in ("", self.run_dir.name)
 
     @property
     def num_classes(self) -> int:
@@ -78,7 +80,8 @@ class Loaded:
     @property
     def why_unguided(self) -> str:
         """Why the model cannot be guided; "" if it can."""
-        return why_unguided(self.config, bool(droppable(self.model.config)), self.step)
+        conditions = droppable(self.model.config)
+        return why_unguided(self.config, bool(conditions), self.step)
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +89,12 @@ class Loaded:
 
     def described(self) -> dict:
         """Identifies the weights in a protocol."""
-        return {"checkpoint": self.source, "step": self.step, "weights": self.weights, "sha256": sha256_of(self.path)}
+        return {
+            "checkpoint": self.source,
+            "step": self.step,
+            "weights": self.weights,
+            "sha256": sha256_of(self.path),
+        }
 
     def sample(self, *args, **settings):
         """See sampling.loaded.sample."""
@@ -116,13 +124,10 @@ def find_run(run: str) -> Path:
     for path in places:
         if os.path.exists(path):  # False, instead of an exception, for a name that is too long
             return Path(path)
-    name, comma, option = run.rpartition(",")
-    if comma:
-        path = find_run(split_options(name)[0])
-        raise UserError(f"{option!r} is no option of {path}; accepted: {', '.join(OPTIONS)}")
+    tags = [path.name for path in runs]
     raise UserError(
-        f"{run!r} is no folder, file or tag; nearest tags: {nearest(run, [p.name for p in runs])}; "
-        f"shipped: {', '.join(shipped())}; scripts.base_train trains one"
+        f"{run!r} is no folder, file or tag; nearest tags: {nearest(run, tags)}; "
+        f"shipped: {', '.join(shipped())}; scripts.base_train trains one; options behind a name: {', '.join(OPTIONS)}"
     )
 
 
@@ -139,9 +144,10 @@ def split_options(run: str):
     return run, options
 
 
-def with_options(path: Path, options: dict) -> str:
+def with_options(path: Path, options: Settings) -> str:
     """The inverse of split_options."""
-    return ",".join([str(path), *(f"{name}={options[name]}" for name in sorted(options))])
+    texts = [f"{name}={options[name]}" for name in sorted(options)]
+    return ",".join([str(path), *texts])
 
 
 def find(name, **run_options):
@@ -152,7 +158,9 @@ def find(name, **run_options):
         if value != getattr(defaults, key) and options.setdefault(key, value) != value:
             raise UserError(f"{key} is given twice: {value}, and {options[key]} behind {name}")
     path = find_run(name)
-    for file in [path / folder / name for folder in ("", "transformer") for name in DIFFUSERS]:
+    folder = path / "transformer" if (path / "transformer").is_dir() else path  # of a pipeline
+    for name in DIFFUSERS:
+        file = folder / name
         if file.is_file():
             path = file
     of_file = path.is_file()
@@ -164,8 +172,9 @@ def find(name, **run_options):
     return find_weights(path, **options), {}
 
 
-def read_file(path: Path, options: dict):
+def read_file(path: Path, options: Settings):
     """Read (meta, tensors in fp32) from a file of weights or adapters. `options`: what a published file lacks."""
+    origin = {"path": path, "source": with_options(path, options)}
     tensors, metadata = read_tensors(path)
     with reading(path, NO_MODEL):
         if "model_config" not in metadata:
@@ -176,14 +185,17 @@ def read_file(path: Path, options: dict):
             meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
             meta["data"] = DataInfo(**meta["data"])
         tensors = {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
-    meta["path"] = path
-    meta["source"] = with_options(path, options)
     if "sha256" in meta and meta["sha256"] != fingerprint(tensors):
         raise UserError(f"{path} is corrupt: its tensors do not match the SHA-256 in its metadata")
-    return meta, tensors
+    return meta | origin, tensors
 
 
-def read(path: Path, options: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, Tensors]:
+def read(
+    path: Path,
+    options: Settings,
+    lora: str | Path = "",
+    lora_scale: float = 1.0,
+) -> tuple[dict, Tensors]:
     """Read (meta, tensors) of a whole model, and merge the adapters in the file `lora`. If `path` holds adapters, they
     are merged into their base."""
     meta, tensors = read_file(path, options)
@@ -192,7 +204,8 @@ def read(path: Path, options: dict, lora: str | Path = "", lora_scale: float = 1
     if not lora and lora_scale != 1 and "lora" not in meta:
         raise UserError(f"lora_scale={lora_scale} would do nothing: {path} has no adapters")
     if "lora" in meta:
-        _, tensors = read(*find(meta["lora"]["base"]), path, 1.0 if lora else lora_scale)
+        scale = 1.0 if lora else lora_scale
+        _, tensors = read(*find(meta["lora"]["base"]), path, scale)
     if lora:
         adapters, adapter_tensors = read_file(at(lora), {})
         if "lora" not in adapters:
@@ -203,23 +216,23 @@ def read(path: Path, options: dict, lora: str | Path = "", lora_scale: float = 1
 
 def build(meta: dict, tensors: Tensors, device) -> Loaded:
     """The model that `meta` describes, with these tensors."""
+    config = meta["config"]
+    data = meta["data"]
     with reading(meta["path"], OTHER_VERSION):
         model = empty_model(stored_config(meta))
-        result = loaded_of(meta, model)
-    load_weights(model, tensors, meta["source"], assign=True)
+        load_weights(model, tensors, meta["source"], assign=True)
+        process = make_process(config, data)
     model.to(device).eval()
-    return result
-
-
-def loaded_of(meta: dict, model) -> Loaded:
-    """A model, with what its `meta` says of it."""
-    config, data = meta["config"], meta["data"]
-    process = make_process(config, data)
     return Loaded(model, process, config, data, meta["step"], meta["source"], meta["ema"], meta["path"])
 
 
 def load_run(
-    run: str, device, step: int | str = "newest", ema: str = "", lora: str = "", lora_scale: float = 1.0
+    run: str,
+    device,
+    step: int | str = "newest",
+    ema: str = "",
+    lora: str = "",
+    lora_scale: float = 1.0,
 ) -> Loaded:
     """Load a model to sample from or to evaluate.
 
@@ -227,5 +240,6 @@ def load_run(
     model or pipeline; options may follow it (options.py). For a run, `step` chooses the checkpoint, "newest" or a
     number, and `ema` the weights: a rate, "raw", or "" for the first rate. `lora`: see read.
     """
-    meta, tensors = read(*find(run, step=step, ema=ema), lora, lora_scale)
+    path, options = find(run, step=step, ema=ema)
+    meta, tensors = read(path, options, lora, lora_scale)
     return build(meta, tensors, device)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.common import UserError, print0
+from nanodiff.common import Settings, UserError, print0
 from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import match_labels, same_order
 from nanodiff.diffusion.process import OBJECTIVES, learns_guidance
@@ -38,7 +38,10 @@ def inherited(config) -> dict:
     suffix = "_lora" if config["lora_rank"] else ""
     model_tag = config["model_tag"] or f"{base}_{data}{suffix}"
     checkpoint = find_checkpoint(run_folder(model_tag))  # verified, as it may be damaged
-    meta = load_meta(checkpoint) if checkpoint else read_file(*find(config["init_from"]))[0]
+    if checkpoint:
+        meta = load_meta(checkpoint)
+    else:
+        meta, _ = read_file(*find(config["init_from"]))
     with reading(config["init_from"], OTHER_VERSION):
         model_config = stored_config(meta)
     shape = model_settings(model_config) | {"class_cond": model_config.num_classes > 0}
@@ -68,7 +71,7 @@ def inherited(config) -> dict:
     return {"model_tag": model_tag} | {name: settings[name] for name in names if name in settings}
 
 
-def open_source(config: dict, meta: dict, device):
+def open_source(config: Settings, meta: dict, device):
     """Load the model that init_from names; also return the data that the run's own are matched with.
 
     A resumed run (`meta` is its checkpoint's) needs its source only as a teacher (flow maps) or as the base of its
@@ -89,7 +92,12 @@ def open_source(config: dict, meta: dict, device):
     return source, data
 
 
-def start_from(model, base: Loaded, config: dict, class_names: list[str]) -> list[str]:
+def start_from(
+    model,
+    base: Loaded,
+    config: Settings,
+    class_names: list[str],
+) -> list[str]:
     """Copy a loaded model's weights into `model`, of the same shape except image size and classes -> the parameters
     of new classes, second images or a map's h, which must learn.
 
@@ -111,15 +119,17 @@ def start_from(model, base: Loaded, config: dict, class_names: list[str]) -> lis
             x = weights[name]
             if x.shape != state[name].shape:
                 new.append(name)
-            more = x.new_zeros(state[name][:, x.shape[1] :].shape)  # none, if both have a second image or neither
-            weights[name] = torch.cat([x, more], dim=1)
+            more = state[name][:, x.shape[1] :]  # none, if both have a second image or neither
+            zeros = x.new_zeros(more.shape)
+            weights[name] = torch.cat([x, zeros], dim=1)
     note = ""
     base_names = base.class_names
     if base_names:
         table = weights.pop(f"{class_table(base.model)}.weight")
         if not class_names and len(table) > len(base_names):
             # All images are of the null class, which adds a constant to t's embedding
-            bias = next(name for name in weights if name.endswith(("t_embed.2.bias", "time_embed.2.bias")))
+            ends = ("t_embed.2.bias", "time_embed.2.bias")
+            bias = next(name for name in weights if name.endswith(ends))
             weights[bias] = weights[bias] + table[-1]
     if class_names:
         name = f"{class_table(model)}.weight"
@@ -127,7 +137,8 @@ def start_from(model, base: Loaded, config: dict, class_names: list[str]) -> lis
         if base_names:
             if same_order(class_names, base_names):
                 base_names = class_names
-            weights[name] = class_rows(table, base_names, class_names, len(state[name]))
+            num_rows = len(state[name])
+            weights[name] = class_rows(table, base_names, class_names, num_rows)
             note = f"; it knows {len({*base_names} & {*class_names})} of {len(class_names)} classes"
         if {*class_names} - {*base_names}:
             new.append(name)
@@ -140,13 +151,22 @@ def start_from(model, base: Loaded, config: dict, class_names: list[str]) -> lis
     return new
 
 
-def with_adapters(model, base: Loaded, config: dict, class_names: list[str]) -> dict:
+def with_adapters(
+    model,
+    base: Loaded,
+    config: Settings,
+    class_names: list[str],
+) -> dict:
     """Freeze `model`, filled by start_from, except adapters and the rows of classes that `base` lacks.
 
     Returns a checkpoint's meta["lora"]: which base the adapters belong to, and how they were made.
     """
     base_names = base.class_names
-    same = {"objective": base.config["objective"], "trainable": "", "class_cond": bool(base_names)}
+    same = {
+        "objective": base.config["objective"],
+        "trainable": "",
+        "class_cond": bool(base_names),
+    }
     if base_names and not getattr(base.model.config, "null_class", True):  # a published UNet
         same["label_drop"] = 0
     for name, value in same.items():
@@ -160,9 +180,11 @@ def with_adapters(model, base: Loaded, config: dict, class_names: list[str]) -> 
     targets = config["lora_targets"]
     alpha = config["lora_alpha"] or float(rank)
     new = class_names[len(base_names) :]
-    add_lora(model, rank, alpha, targets, range(len(base_names), len(class_names)), config["seed"])
+    rows = range(len(base_names), len(class_names))
+    add_lora(model, rank, alpha, targets, rows, config["seed"])
     print0(f"adapters: rank {rank}; new classes: {', '.join(new) or 'none'}")
-    return identity(base) | dict(rank=rank, alpha=alpha, targets=targets, classes=new)
+    lora = dict(rank=rank, alpha=alpha, targets=targets, classes=new)
+    return identity(base) | lora
 
 
 def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> None:
@@ -187,10 +209,12 @@ def check_shape(model, base: Loaded) -> None:
         ratio = model.config.image_size / base_config.image_size
         resolutions = [round(res * ratio) for res in base_config.attention_resolutions]
         base_settings["attention_resolutions"] = ",".join(map(str, resolutions))
-    differing = [key for key in base_settings if key not in NO_SHAPE and base_settings[key] != new_settings.get(key)]
+    differing = []
+    for key, value in base_settings.items():
+        if key not in NO_SHAPE and value != new_settings.get(key):
+            differing.append(f"--{key}={value}")
     if differing:
-        settings = " ".join(f"--{key}={base_settings[key]}" for key in differing)
-        raise UserError(f"init_from: {base.source} has another shape; to start from it: {settings}")
+        raise UserError(f"init_from: {base.source} has another shape; to start from it: {' '.join(differing)}")
 
 
 def train_only(model: torch.nn.Module, patterns: str, new: list[str]) -> None:

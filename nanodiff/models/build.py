@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 from torch import nn
 
-from nanodiff.common import Tensors, UserError, get_dist, print0
+from nanodiff.common import Settings, Tensors, UserError, get_dist, print0
 from nanodiff.conditions import SET_FIELDS, DataInfo, some_conditions
 from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
@@ -67,7 +67,7 @@ def model_settings(model_config: ModelConfig) -> dict:
     }
 
 
-def make_model_config(config: dict, data: DataInfo, process) -> ModelConfig:
+def make_model_config(config: Settings, data: DataInfo, process) -> ModelConfig:
     """The shape that the settings `config` ask for."""
     low_res = config["low_res_size"]
     if low_res >= data.resolution:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 
-from nanodiff.common import make_generator, print0
+from nanodiff.common import Tensors, make_generator, print0
 from nanodiff.dist import from_first_rank, gather_objects
 
 WRONG = "compiled code is wrong here"
@@ -42,7 +42,7 @@ class Checked:
             self.check(x_t, t, cond)
         return self.model(x_t, t, **cond)
 
-    def check(self, x_t, t, cond: dict) -> None:
+    def check(self, x_t, t, cond: Tensors) -> None:
         """Compare the code for batches like this one; replace it where it is wrong."""
         device = x_t.device.type
         # 32 units of the last place: bf16's are 1/128, TF32's 1/1024
@@ -68,7 +68,7 @@ class Checked:
         print0(f"continuing uncompiled: {reason}")
         torch.compiler.set_stance("force_eager")
 
-    def difference(self, x_t, t, cond: dict) -> float:
+    def difference(self, x_t, t, cond: Tensors) -> float:
         """The largest relative error, by norms, of the first and last image's outputs and of each weight's gradient.
         Errors of tiny gradients are relative to a hundredth of the mean norm.
 

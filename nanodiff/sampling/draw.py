@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanodiff.common import Batches, StackedGenerator, UserError, get_dist, in_batches, print0
+from nanodiff.common import Batches, StackedGenerator, Tensors, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, IMAGES, conditioning, row_shapes, some_conditions
 from nanodiff.data.dataloader import shuffled
 from nanodiff.data.dataset import open_dataset
@@ -234,7 +234,7 @@ class ModelSamples:
             batch_size = math.gcd(8, batch_size, ids[0])
         return in_batches(ids, batch_size)
 
-    def sample(self, noise, cond: dict, **more) -> Tensor:
+    def sample(self, noise, cond: Tensors, **more) -> Tensor:
         """x0 (N, C, H, W) from noise; `more`: generator, progress and known for process.sample."""
         settings = self.settings
         denoiser = make_denoiser(self.model, cond, settings)
