@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import Batches, LostRank, Progress, UserError, excepthook, get_dist, is_first_rank
+from nanodiff.common import Batches, LostRank, Progress, Settings, UserError, excepthook, get_dist, is_first_rank
 from nanodiff.files import sha256_of
 
 
@@ -110,7 +110,7 @@ def from_first_rank(value, name: str = "a result"):
     return shared[0]
 
 
-def compare_ranks(config: dict) -> None:
+def compare_ranks(config: Settings) -> None:
     """A collective: refuse a rank whose settings, torch or code differ from the first rank's. Each machine reads its
     own presets and checkout. Only the names of the run may differ."""
     root = Path(__file__).parents[1]

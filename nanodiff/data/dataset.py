@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import Batches, UserError, at, base_dir, get_dist, in_batches, nearest, print0
+from nanodiff.common import Batches, Settings, UserError, at, base_dir, get_dist, in_batches, nearest, print0
 from nanodiff.conditions import FILES, NUMBERS, DataInfo, statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.dist import from_first_rank
@@ -74,7 +74,6 @@ class Dataset:
             self.num_classes = len(self.class_names)
             self.channels = self.meta["channels"]
             self.resolution = self.meta["resolution"]
-            self._depth = self.channels + self.meta.get("given_channels", 0)
             self._square = self.resolution, self.resolution
             if split not in self.meta["splits"]:
                 raise UserError(
@@ -110,9 +109,7 @@ class Dataset:
                 if name in self.meta or part.get(key):
                     self._rows[name] = open_npy(path / part[key]["file"], len(self))
             labels = self._rows["y"]
-            least = labels.min()
-            most = labels.max()
-            if least < 0 or most >= max(1, self.num_classes):
+            if labels.min() < 0 or labels.max() >= max(1, self.num_classes):
                 raise UserError(f"{path} is damaged: labels beyond 0..{self.num_classes - 1}")
             self.data = self._info()
 
@@ -140,7 +137,8 @@ class Dataset:
         entry = self._shards[k]
         size = entry.get("size", self._square)
         file = self.path / entry["file"]
-        shard = open_npy(file, entry["num_images"], self._depth, *size)
+        channels = self.channels + self.data.given_channels
+        shard = open_npy(file, entry["num_images"], channels, *size)
         self.check_unchanged(file)
         return shard
 
@@ -373,15 +371,13 @@ def open_npy(path: Path, *shape: int) -> np.ndarray:
 def write_npy(path: Path, array: np.ndarray) -> dict:
     """Write an array as an .npy file, whole or not at all -> its entry in meta.json."""
     array = np.ascontiguousarray(array)
-    manifest = {}
-    with writing(path, manifest) as file:
+    with writing(path) as file:
         np.save(file, array)
-    facts = manifest[path.name]
     entry = {
         "file": path.name,
         "num_images": len(array),
-        "bytes": facts["size"],
-        "sha256": facts["sha256"],
+        "bytes": path.stat().st_size,
+        "sha256": sha256_of(path),
     }
     if len(set(array.shape[2:])) == 2:  # an image that is not square
         entry["size"] = array.shape[2:]
@@ -418,8 +414,7 @@ class DatasetWriter:
         path = self.path
         busy = f"data set {path.name!r} is being prepared by another process"
         tmp = f".{path.name}.tmp-"
-        leftovers = (tmp + 8 * "[a-z0-9_]",)
-        self._lock = lock_file(path.parent / f".{path.name}.lock", busy, leftovers=leftovers)
+        self._lock = lock_file(path.parent / f".{path.name}.lock", busy, leftovers=(tmp + 8 * "[a-z0-9_]",))
         state = "no data set" if path.exists() else ""
         if is_set(path):
             shutil.rmtree(path / "notes", ignore_errors=True)  # left by a writer killed as it ended
@@ -430,7 +425,7 @@ class DatasetWriter:
         self.folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=tmp))
         return self
 
-    def resume(self, plan: dict) -> None:
+    def resume(self, plan: Settings) -> None:
         """Write to the folder `parts`, where a note marks each finished part. Finished parts survive a kill or an
         error. Those of another plan are removed."""
         shutil.rmtree(self.folder)

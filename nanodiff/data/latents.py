@@ -23,9 +23,8 @@ class Latents(Pixels):
         self.info = dict(data.latents)
         self.downsample = self.info["downsample"]
         self.image_size *= self.downsample
-        offset_and_scale = [self.info["offset"], self.info["scale"]]
-        offset_and_scale = torch.tensor(offset_and_scale, device=device).view(2, 1, -1, 1, 1)
-        self.offset, self.scale = offset_and_scale
+        offset_and_scale = torch.tensor([self.info["offset"], self.info["scale"]], device=device)
+        self.offset, self.scale = offset_and_scale.view(2, 1, -1, 1, 1)
         self.path = path or self.info["path"]
 
     def accept(self, dataset):
