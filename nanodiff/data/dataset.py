@@ -127,11 +127,13 @@ class Dataset:
                 values[name] = numbers  # mean, std
         if list(self.buckets) != [self._square]:
             values["sizes"] = [[*size, len(bucket)] for size, bucket in self.buckets.items()]
-        values["name"] = self.name
-        values["num_classes"] = self.num_classes
-        values["sha256"] = self.sha256
-        values["val_sha256"] = json_hash(meta["splits"].get("val"))
-        return DataInfo(**values)
+        return DataInfo(
+            **values,
+            name=self.name,
+            num_classes=self.num_classes,
+            sha256=self.sha256,
+            val_sha256=json_hash(meta["splits"].get("val")),
+        )
 
     def _open_shard(self, k: int) -> np.ndarray:
         entry = self._shards[k]
@@ -412,7 +414,6 @@ class DatasetWriter:
         self._lock = lock_file(path.parent / f".{path.name}.lock", busy, leftovers=(tmp + 8 * "[a-z0-9_]",))
         state = "no data set" if path.exists() else ""
         if is_set(path):
-            shutil.rmtree(path / "notes", ignore_errors=True)  # left by a writer killed as it ended
             state = "" if self.overwrite else "complete (--overwrite replaces it)"
         if state:
             self._lock.close()

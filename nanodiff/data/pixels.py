@@ -85,9 +85,8 @@ class Pixels:
         data = replace(self.data, **overrides)
         for key in ("kind", "channels", "resolution", "range", *SET_FIELDS[1:]):  # classes are matched by name
             value = getattr(dataset.data, key)
-            wanted_value = getattr(data, key)
-            if value != wanted_value:
-                raise UserError(f"data={dataset.name!r} has {key} {value}, the model wants {wanted_value}")
+            if value != getattr(data, key):
+                raise UserError(f"data={dataset.name!r} has {key} {value}, the model wants {getattr(data, key)}")
 
     def to_x0(self, batch, flip=None, randn_like=None) -> Tensor:
         """What the data set stores -> x0, fp32; mirrored where `flip` (N,) is True.

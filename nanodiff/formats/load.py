@@ -74,8 +74,7 @@ class Loaded:
     def title(self) -> str:
         """Names the weights in a few words."""
         name = f"{self.run_dir.name}, step {self.step:,}" if self.run_dir else Path(self.source).name
-        weights = self.weights if re.match("raw|as", self.weights) else f"average {self.weights}"
-        return f"{name}, {weights}"
+        return f"{name}, weights {self.weights}"
 
     @property
     def why_unguided(self) -> str:
