@@ -206,7 +206,7 @@ def read(
         scale = 1.0 if lora else lora_scale
         _, tensors = read(*find(meta["lora"]["base"]), path, scale)
     if lora:
-        adapters, adapter_tensors = read_file(at(lora), {})
+        adapters, adapter_tensors = read_file(*find(lora))
         if "lora" not in adapters:
             raise UserError(f"{lora} holds no adapters of base_train")
         meta, tensors = merge(meta, tensors, adapters, adapter_tensors, lora_scale)
