@@ -7,7 +7,8 @@ class GaussianOracle:
     """Data x0 ~ N(mean, cov) of C numbers, held as images (N, C, 1, 1), under x_t = alpha x0 + sigma eps."""
 
     def __init__(self, mean, cov):
-        self.mean, self.cov = torch.tensor(mean, dtype=torch.float64), torch.tensor(cov, dtype=torch.float64)
+        self.mean = torch.tensor(mean, dtype=torch.float64)
+        self.cov = torch.tensor(cov, dtype=torch.float64)
 
     def x0(self, x_t, alpha, sigma):
         """E[x0 | x_t] = mean + alpha cov (alpha^2 cov + sigma^2 I)^-1 (x_t - alpha mean), float64."""
