@@ -25,7 +25,12 @@ def fake_turn(arguments, num_steps, ranks):
     speed = TRAINED_PER_S / num_params / (8 // patch) ** 2
     lines = [{"train/dt_ms": 1000 * batch / speed}] * (bench.WARM_UP + num_steps)
     run = {"model": model, "num_params": num_params, "config": {"total_batch_size": batch}}
-    return {"run": run, "lines": lines, "seconds": 10 + num_steps * batch / speed, "memory_gb": depth / 10}
+    return {
+        "run": run,
+        "lines": lines,
+        "seconds": 10 + num_steps * batch / speed,
+        "memory_gb": depth / 10,
+    }
 
 
 @pytest.fixture
@@ -88,6 +93,7 @@ def test_too_little_time_and_too_few_images_are_said(run_plan, monkeypatch):
 def test_several_ranks_are_started_by_torchrun_and_not_within_it(run_plan, monkeypatch):
     rows, text = run_plan("--minutes=60", "--ranks=3")
     assert "torchrun --standalone --nproc_per_node=3 -m scripts.base_train" in text
-    assert all(row["batch"] % 3 == 0 for row in rows)
+    for row in rows:
+        assert row["batch"] % 3 == 0
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused("give --ranks=N", run_plan)

@@ -20,7 +20,9 @@ def test_published_weights_and_outputs(case):
     for name, value in case["config"].items():
         if name == "attention_resolutions":  # theirs are down-sampling levels by then
             value = [16 // factor for factor in value]
-        assert getattr(config, name) == (tuple(value) if isinstance(value, list) else value), name
+        if isinstance(value, list):
+            value = tuple(value)
+        assert getattr(config, name) == value, name
     assert config.low_res == (4 if case["cls"] == "SuperResModel" else 0)
     model = UNet(config).eval()
     model.load_state_dict(state_dict, strict=True)
@@ -44,14 +46,16 @@ def test_published_weights_and_outputs(case):
     assert len(seen) == len(model.input_blocks) + 1 + len(model.output_blocks)
     again = to_openai(model.state_dict(), config)
     assert [*again] == [*theirs]
-    assert all(torch.equal(again[name], x) for name, x in theirs.items())
+    for key, x in theirs.items():
+        assert torch.equal(again[key], x)
 
 
 def test_heads_on_the_way_up(tmp_path):
     """No tensor shows them: they are told."""
     torch.save(rule_weights(golden[0]["parameters"]), tmp_path / "unet.pt")
-    model = load_run(f"{tmp_path / 'unet.pt'},image_size=16,num_heads_upsample=2", "cpu").model
-    out = model(wave((2, 3, 16, 16)), torch.tensor(golden[0]["inputs"]["t"]))
+    loaded = load_run(f"{tmp_path / 'unet.pt'},image_size=16,num_heads_upsample=2", "cpu")
+    t = torch.tensor(golden[0]["inputs"]["t"])
+    out = loaded.model(wave((2, 3, 16, 16)), t)
     assert_figures(out, golden[0]["forward_num_heads_upsample_2"])
 
 
@@ -81,7 +85,8 @@ def test_under_bf16_the_first_layer_sees_noise_finer_than_bf16():
     with torch.no_grad():
         conv.bias.copy_(conv.weight.sum((1, 2, 3)))  # so that -1 gives 0 but at the border
     seen = []
-    model.input_blocks[1].register_forward_pre_hook(lambda m, args: seen.append(args[0][..., 1:-1, 1:-1]))
+    inside = lambda x: x[..., 1:-1, 1:-1]
+    model.input_blocks[1].register_forward_pre_hook(lambda m, args: seen.append(inside(args[0])))
     for dtype in (torch.float32, torch.bfloat16):
         with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             model(-1 + 0.002 * x, t, y)
