@@ -159,7 +159,8 @@ def test_wrong_compiled_code_is_found_and_replaced(right_for, said, monkeypatch,
     forward = lambda graph, inputs: make_boxed_func(graph.forward)
     backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    raw, (x, t, y) = build_model(CONFIGS["modern"], "cpu", 0), inputs()
+    raw = build_model(CONFIGS["modern"], "cpu", 0)
+    x, t, y = inputs()
     assert compiled(raw, torch.device("cpu"), 1, compile=False) is raw
     torch._dynamo.reset()
     copied = copy.deepcopy(raw)

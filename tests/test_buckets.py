@@ -68,7 +68,7 @@ def test_no_other_buckets_with_enough_images_crop_less(seed):
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols"),
+    "rows, cols",
     [
         (4, 4),
         (3, 6),

@@ -128,7 +128,10 @@ def test_what_triton_lacks_is_named(monkeypatch, tmp_path):
 def test_scripts_use_the_python3_at_hand_or_the_environment_that_is_named(tmp_path):
     show = "source runs/setup.sh; command -v python3"
     env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
-    run = lambda **more: subprocess.run(["bash", "-c", show], cwd=ROOT, env=env | more, capture_output=True, text=True)
+
+    def run(**more):
+        return subprocess.run(["bash", "-c", show], cwd=ROOT, env=env | more, capture_output=True, text=True)
+
     assert "nothing is installed" in run().stdout
     (tmp_path / "bin").mkdir()
     for name in ("pip", "python3"):
@@ -142,11 +145,14 @@ def test_dtypes(monkeypatch):
     for name in ("bfloat16", "float16", "float32"):
         assert choose_dtype(name, cpu) == getattr(torch, name)
         assert choose_dtype(name, mps) == getattr(torch, name)
-    for native in (True, False):
+    for native, on_cpu, on_cuda in (
+        (True, torch.bfloat16, torch.bfloat16),
+        (False, torch.float32, torch.float16),
+    ):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda there=native: there)
-        assert choose_dtype("auto", cpu) == (torch.bfloat16 if native else torch.float32)
+        assert choose_dtype("auto", cpu) == on_cpu
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, there=native: there)
-        assert choose_dtype("auto", cuda) == (torch.bfloat16 if native else torch.float16)
+        assert choose_dtype("auto", cuda) == on_cuda
     assert choose_dtype("auto", mps) == torch.float32
 
 

@@ -102,7 +102,8 @@ def test_exif_orientation(orientation, kind):
     image = Image.fromarray(noise(8, 16))
     exif = image.getexif()
     exif[0x0112] = orientation
-    image.save(file := io.BytesIO(), kind, exif=exif)
+    file = io.BytesIO()
+    image.save(file, kind, exif=exif)
     data = file.getvalue()
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
     found = decode(data, [])[0]

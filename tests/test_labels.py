@@ -170,7 +170,9 @@ def shards(folder, *tars):
 
 
 NAMES = [f"{i:02d}" for i in range(6)]
-JPG, TXT, CLS = ([f"{name}.{suffix}" for name in NAMES] for suffix in ("jpg", "txt", "cls"))
+JPG = [f"{name}.jpg" for name in NAMES]
+TXT = [f"{name}.txt" for name in NAMES]
+CLS = [f"{name}.cls" for name in NAMES]
 PAIRS = [name for pair in zip(TXT, JPG) for name in pair]
 
 

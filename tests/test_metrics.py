@@ -28,9 +28,11 @@ def test_frechet_distance_agrees_with_scipy():
     linalg = pytest.importorskip("scipy.linalg")
     x = randn(300, 40) @ randn(40, 40, seed=1)
     y = randn(200, 40, seed=2) @ randn(40, 40, seed=3) + 0.5
-    (mu1, s1), (mu2, s2) = stats_of(x), stats_of(y)
+    mu1, s1 = stats_of(x)
+    mu2, s2 = stats_of(y)
     root = linalg.sqrtm((s1 @ s2).numpy()).real
-    expected = float((mu1 - mu2).square().sum() + s1.trace() + s2.trace()) - 2 * np.trace(root)
+    expected = float((mu1 - mu2).square().sum() + s1.trace() + s2.trace())
+    expected -= 2 * np.trace(root)
     assert frechet_distance(mu1, s1, mu2, s2) == pytest.approx(expected, rel=1e-9)
 
 
@@ -41,11 +43,12 @@ def test_frechet_distance_of_singular_covariances():
     b = 0.7
     u, v, *_ = torch.linalg.qr(randn(50, 50))[0]
     w = 0.6 * u + 0.8 * v
-    lines = {name: vector.outer(vector) for name, vector in {"u": u, "v": v, "w": w}.items()}
-    at_angle = frechet_distance(zero, a * a * lines["u"], zero, b * b * lines["w"])
+    along = lambda vector: vector.outer(vector)
+    distance = lambda sigma1, sigma2: frechet_distance(zero, sigma1, zero, sigma2)
+    at_angle = distance(a * a * along(u), b * b * along(w))
     assert at_angle == pytest.approx(a * a + b * b - 2 * 0.6 * a * b, rel=1e-9)
-    assert frechet_distance(zero, lines["u"], zero, lines["v"]) == pytest.approx(2, rel=1e-9)
-    assert frechet_distance(zero, 0 * lines["u"], zero, lines["v"]) == pytest.approx(1, rel=1e-12)
+    assert distance(along(u), along(v)) == pytest.approx(2, rel=1e-9)
+    assert distance(0 * along(u), along(v)) == pytest.approx(1, rel=1e-12)
 
 
 def test_published_reference_statistics(tmp_path):

@@ -362,7 +362,8 @@ def test_two_ranks_equal_one(ranks, case):
     opt = make_optimizer(model, case[0], **OPTIONS)
     ema = EMA(model, opt, "0.9")
     norms = train(model, opt, range(4), clip=case[1], ema=ema)
-    first, second = (found[case] for found in ranks)
+    first = ranks[0][case]
+    second = ranks[1][case]
     assert largest_difference(first["average"]["ema_0.9"], ema.state_dict()["ema_0.9"]) < 1e-5
     assert second["state"] == {"step": 4}
     assert largest_difference(first["state"], opt.state_dict()) < 1e-5

@@ -215,7 +215,8 @@ def test_parts_of_other_images_are_made_again(tmp_path, base, monkeypatch):
 
 def test_some_classes_alone(tmp_path):
     """Their images in the order they had, numbered anew in the source's order, not that of the names given."""
-    make_folder(path := tmp_path / "in", classes=["a", "b", "c"], per_class=6)
+    path = tmp_path / "in"
+    make_folder(path, classes=["a", "b", "c"], per_class=6)
     prepare(path, labels="folder", name="whole", val_fraction=0.25)
     prepare(path, labels="folder", name="part", val_fraction=0.25, classes="c,a")
     assert open_dataset("part", "train").class_names == ["a", "c"]

@@ -147,7 +147,8 @@ def test_each_distribution_is_for_its_processes(name, process, monkeypatch):
         if tried in accepted:
             rand_range = torch.tensor([0.0, 0.5, 1 - 2**-24])
             t, weight = make_timesteps(tried, process).sample(rand_range)
-            assert t.shape == weight.shape == (3,)
+            assert t.shape == (3,)
+            assert weight.shape == (3,)
             assert t.min() >= 0
             assert t.max() <= (9 if process.is_gaussian else 1)
         else:
