@@ -34,11 +34,13 @@ def report(path="", **settings):
 
 def everything(name="toy", split="train"):
     data = open_dataset(name, split)
-    return data.images(np.arange(len(data))), data.labels(np.arange(len(data)))
+    ids = np.arange(len(data))
+    return data.images(ids), data.labels(ids)
 
 
 def noise(height, width, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (height, width, 3), np.uint8)
 
 
 def write(file, content):
@@ -80,8 +82,10 @@ def reference_crop(image, size):
     while min(image.size) >= 2 * size:
         image = image.resize(tuple(x // 2 for x in image.size), resample=Image.BOX)
     scale = size / min(image.size)
-    array = np.array(image.resize(tuple(round(x * scale) for x in image.size), resample=Image.BICUBIC))
-    y, x = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
+    scaled = tuple(round(x * scale) for x in image.size)
+    array = np.array(image.resize(scaled, resample=Image.BICUBIC))
+    y = (array.shape[0] - size) // 2
+    x = (array.shape[1] - size) // 2
     return array[y : y + size, x : x + size]
 
 
@@ -92,10 +96,15 @@ def idx(array):
 def write_mnist(folder, pack=gzip.compress, suffix=".gz"):
     folder.mkdir(exist_ok=True)
     out = {}
-    for split, stem, n in (("train", "train", 20), ("val", "t10k", 6)):
-        out[split] = RNG.integers(0, 256, (n, 8, 8), np.uint8), RNG.integers(0, 10, n).astype(np.uint8)
-        (folder / f"{stem}-images-idx3-ubyte{suffix}").write_bytes(pack(idx(out[split][0])))
-        (folder / f"{stem}-labels-idx1-ubyte{suffix}").write_bytes(pack(idx(out[split][1])))
+    for split, stem, n in (
+        ("train", "train", 20),
+        ("val", "t10k", 6),
+    ):
+        images = RNG.integers(0, 256, (n, 8, 8), np.uint8)
+        labels = RNG.integers(0, 10, n).astype(np.uint8)
+        write(folder / f"{stem}-images-idx3-ubyte{suffix}", pack(idx(images)))
+        write(folder / f"{stem}-labels-idx1-ubyte{suffix}", pack(idx(labels)))
+        out[split] = images, labels
     return out
 
 

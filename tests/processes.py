@@ -34,7 +34,8 @@ def run_as_main(program, args, env, files, before):
     os.environ.update(env)
     for number, file in zip((1, 2), files):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
-    sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)  # in a fork of a test they are pytest's
+    sys.stdout = open(1, "w")
+    sys.stderr = open(2, "w", buffering=1)  # in a fork of a test they are pytest's
     try:
         if before:
             before()

@@ -50,5 +50,6 @@ def test_runs_of_base_train_and_the_table_or_the_first_error(run_bench):
     text = run_bench("--rounds=1", real=True)
     heads = next(line.split() for line in text.splitlines() if line.endswith("  what"))
     assert {"images_per_sec", "ratio", "first_step_s", "step_ms", "memory_gb"} <= {*heads}
-    assert text.count("published") == 1 and text.count("--data=tiny") == 2
+    assert text.count("published") == 1
+    assert text.count("--data=tiny") == 2
     refused("patch_size=3; accepted", run_bench, "--arms=--patch_size=3", real=True)

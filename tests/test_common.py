@@ -45,8 +45,18 @@ def test_a_generator_is_a_function_of_its_key():
     torch.manual_seed(1)
     first = draw(3, 5)
     torch.manual_seed(2)
-    assert torch.equal(first, draw(3, 5)) and torch.equal(first, draw(np.int64(3), 5))
-    keys = [(3, 5), (5, 3), (3,), (0, 0), (0, 1), (2**32 + 3, 5), (3, 2**32 + 5), (2**63, 1)]
+    assert torch.equal(first, draw(3, 5))
+    assert torch.equal(first, draw(np.int64(3), 5))
+    keys = [
+        (3, 5),
+        (5, 3),
+        (3,),
+        (0, 0),
+        (0, 1),
+        (2**32 + 3, 5),
+        (3, 2**32 + 5),
+        (2**63, 1),
+    ]
     drawn = {tuple(draw(*key).tolist()) for key in keys}
     assert len(drawn) == len(keys)  # every part counts, however large
 
@@ -54,15 +64,33 @@ def test_a_generator_is_a_function_of_its_key():
 def test_any_rows_of_a_draw_are_those_of_the_whole(monkeypatch):
     """So that the noise depends neither on the ranks nor on the micro-batches; and no rank draws the whole."""
     whole = draw_rows((42, 7, 1), 0, "cpu", torch.empty(3 * BLOCK, 2, 5))
-    assert abs(float(whole.mean())) < 0.15 and abs(float(whole.std()) - 1) < 0.15
+    assert abs(float(whole.mean())) < 0.15
+    assert abs(float(whole.std()) - 1) < 0.15
     assert len(whole.flatten(1).unique(dim=0)) == 3 * BLOCK
-    for key in ((42, 7), (42, 7, 2), (42, 8, 1), (43, 7, 1)):
+    for key in (
+        (42, 7),
+        (42, 7, 2),
+        (42, 8, 1),
+        (43, 7, 1),
+    ):
         assert not torch.equal(draw_rows(key, 0, "cpu", whole[:3]), whole[:3])
-    honest, drawn = torch.randn, []
-    monkeypatch.setattr(torch, "randn", lambda n, *shape, **k: drawn.append(n) or honest(n, *shape, **k))
-    for first, count in ((5, 4), (BLOCK - 1, 2), (BLOCK, BLOCK), (3, 2 * BLOCK)):
+    honest = torch.randn
+    drawn = []
+
+    def randn(n, *shape, **options):
+        drawn.append(n)
+        return honest(n, *shape, **options)
+
+    monkeypatch.setattr(torch, "randn", randn)
+    for first, count in (
+        (5, 4),
+        (BLOCK - 1, 2),
+        (BLOCK, BLOCK),
+        (3, 2 * BLOCK),
+    ):
         drawn.clear()
-        assert torch.equal(draw_rows((42, 7, 1), first, "cpu", whole[:count]), whole[first : first + count])
+        rows = draw_rows((42, 7, 1), first, "cpu", whole[:count])
+        assert torch.equal(rows, whole[first : first + count])
         assert sum(drawn) < count + 2 * BLOCK
 
 
@@ -79,8 +107,15 @@ MISTAKE = "from nanodiff.common import UserError\nraise UserError('lr=x\\nis wro
     ],
 )
 def test_a_mistake_or_ctrl_c_before_the_loop_is_one_line(code, ended, said):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (ended, "") and re.fullmatch(said, done.stderr)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == ended
+    assert done.stdout == ""
+    assert re.fullmatch(said, done.stderr)
 
 
 def test_errors_of_the_machine_are_one_line_with_advice(capsys):
@@ -111,14 +146,18 @@ def test_a_fault_of_the_machine_is_no_damaged_file(fault):
 
 def test_a_verifier_whose_machine_fails_does_not_blame_the_file(base, monkeypatch):
     faults = []
-    for fault in (MemoryError(), OSError(errno.EIO, "EIO")):
+    for fault in (
+        MemoryError(),
+        OSError(errno.EIO, "EIO"),
+    ):
         monkeypatch.setattr(dataset, "sha256_of", Mock(side_effect=fault))
         errors = dataset.start_verifying(dataset.open_dataset("shapes"))
         while not errors:
             time.sleep(0.01)
         faults += errors
     assert [fault.errno for fault in faults] == [errno.ENOMEM, errno.EIO]
-    assert all(str(fault.filename).endswith(".npy") for fault in faults)
+    for error in faults:
+        assert str(error.filename).endswith(".npy")
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
@@ -128,9 +167,11 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, failing):
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no luck"):
         patch.setattr(os, failing, Mock(side_effect=OSError("no luck")))
         write_atomic(path, b"new")
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
     write_atomic(path, b"new")
-    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
     assert path.stat().st_mode & 0o777 == 0o644  # not the 0o600 of a temporary file
 
 
@@ -162,7 +203,8 @@ def test_the_first_signal_asks_its_echo_does_nothing_and_a_later_one_ends(number
             print(age_s, flush=True)
 
     done = Started(run, context=FORK).wait()
-    assert done.returncode == 128 + number and len(done.stdout.splitlines()) == 2
+    assert done.returncode == 128 + number
+    assert len(done.stdout.splitlines()) == 2
     said = f"{number.name}: finishing this step, then saving and leaving; Ctrl-C kills\n"
     assert done.stderr == said  # at once, not when the step is over
 
@@ -191,7 +233,9 @@ def signal_in_a_batch(rank):
 
 def test_a_signal_to_one_rank_ends_the_batches_of_all():
     (others, number), (own, same) = on_ranks(signal_in_a_batch)
-    assert own == [1, 3] and number == same == signal.SIGTERM
+    assert own == [1, 3]
+    assert number == signal.SIGTERM
+    assert same == signal.SIGTERM
     assert 8 not in others  # of 0, 2, 4, 6, 8: until its next batch, without a wait for the last
 
 
@@ -227,7 +271,8 @@ def test_a_terminal_without_the_letters_of_a_name_shows_others():
         text=True,
         cwd=ROOT,
     )
-    assert (done.stdout, done.stderr) == ("a?\n", "")
+    assert done.stdout == "a?\n"
+    assert done.stderr == ""
 
 
 def test_without_a_home_no_folder_is_called_home(monkeypatch):
@@ -237,13 +282,17 @@ def test_without_a_home_no_folder_is_called_home(monkeypatch):
     monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
     refused("^~/.cache/nanodiff: this user has no home folder; .* NANODIFF_BASE_DIR$", base_dir)
     refused("^~/a.png: this user has no home", at, "~/a.png")
-    assert at("~nobody-here/a") == Path("~nobody-here/a") and at("") == Path()
+    assert at("~nobody-here/a") == Path("~nobody-here/a")
+    assert at("") == Path()
 
 
 def test_a_reader_that_goes_away_ends_nothing(run_script):
     """It leaves after one line of a fork that prints to it."""
     count = lambda: [print0(i) for i in range(20_000)]
-    for work, first, code in ((count, "0\n", 7), (lambda: run_script("base_train", "--help"), "usage: ", 0)):
+    for work, first, code in (
+        (count, "0\n", 7),
+        (lambda: run_script("base_train", "--help"), "usage: ", 0),
+    ):
         reader, writer = os.pipe()
 
         def run(work=work, reader=reader, writer=writer):
@@ -265,4 +314,5 @@ def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
     with writing(tmp_path / "a") as file:
         file.write(b"later")
         write_atomic(tmp_path / "a", b"earlier")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_bytes() == b"later"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"later"

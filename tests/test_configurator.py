@@ -58,7 +58,11 @@ def script(tmp_path_factory):
 
     def run(*argv):
         """The globals of the program after it ran with these arguments."""
-        globals_ = {"__file__": str(path), "__name__": "__main__", "ARGV": [str(arg) for arg in argv]}
+        globals_ = {
+            "__file__": str(path),
+            "__name__": "__main__",
+            "ARGV": [str(arg) for arg in argv],
+        }
         exec(code, globals_)
         return globals_
 
@@ -75,25 +79,40 @@ def mistake(script, capsys, *argv) -> str:
     with pytest.raises(SystemExit) as stop:
         script(*argv)
     out, err = capsys.readouterr()
-    assert (stop.value.code, out) == (2, "")
-    assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
+    assert stop.value.code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
     return err
 
 
 @pytest.mark.parametrize(
     "given, name, value",
     [
-        ("--depth=1_000_000", "depth", 1_000_000), ("--depth=1e6", "depth", 1_000_000), ("--lr=3", "lr", 3.0),
-        ("--shift=-2", "shift", -2.0), ("--tag=12", "tag", "12"), ("--tag=", "tag", ""), ("--tag=a=b", "tag", "a=b"),
-        ("--compile", "compile", True), ("--compile=false", "compile", False), ("--sampler=heun", "sampler", "heun"),
-        ("lr = 3", "lr", 3.0), ("shift = -2", "shift", -2.0), ("depth = 1e6", "depth", 1_000_000),
-        ("tag = 12", "tag", "12"), ("ema_rates = (0.99, 0.999)", "ema_rates", "0.99,0.999"),
-        ("compile = False", "compile", False), ("tag = 'é=\\n'", "tag", "é=\n"),
+        ("--depth=1_000_000", "depth", 1_000_000),
+        ("--depth=1e6", "depth", 1_000_000),
+        ("--lr=3", "lr", 3.0),
+        ("--shift=-2", "shift", -2.0),
+        ("--tag=12", "tag", "12"),
+        ("--tag=", "tag", ""),
+        ("--tag=a=b", "tag", "a=b"),
+        ("--compile", "compile", True),
+        ("--compile=false", "compile", False),
+        ("--sampler=heun", "sampler", "heun"),
+        ("lr = 3", "lr", 3.0),
+        ("shift = -2", "shift", -2.0),
+        ("depth = 1e6", "depth", 1_000_000),
+        ("tag = 12", "tag", "12"),
+        ("ema_rates = (0.99, 0.999)", "ema_rates", "0.99,0.999"),
+        ("compile = False", "compile", False),
+        ("tag = 'é=\\n'", "tag", "é=\n"),
     ],
-)  # fmt: skip
+)
 def test_values_on_the_command_line_and_in_a_preset(script, preset, given, name, value):
     names = script(given if given.startswith("--") else preset(given))
-    assert repr({**names["config"]}) == repr(DEFAULTS | {name: value}) and names[name] == value  # also of this type
+    assert repr({**names["config"]}) == repr(DEFAULTS | {name: value})
+    assert names[name] == value  # also of this type
 
 
 def test_later_wins_and_what_is_given_twice_is_said(script, preset, capsys):
@@ -103,7 +122,8 @@ def test_later_wins_and_what_is_given_twice_is_said(script, preset, capsys):
     one = preset("depth = 1\ndepth = 2\nwidth = 10\n", "one.py")
     two = preset("depth = 3\n", "two.py")
     both = script(one, two)
-    assert (both["depth"], both["width"]) == (3, 10)
+    assert both["depth"] == 3
+    assert both["width"] == 10
     assert script("--depth=9", one)["depth"] == 2
     assert script("--depth=8", one, "--depth=9")["depth"] == 9
 
@@ -113,7 +133,10 @@ def test_preset_path_is_relative_to_here_then_to_the_repository(script, preset, 
     preset("depth = 5")
     assert script("preset.py")["depth"] == 5
     monkeypatch.setattr("configurator.ROOT", tmp_path / "repo")
-    for place, depth in (("repo/runs", 7), ("runs", 8)):
+    for place, depth in (
+        ("repo/runs", 7),
+        ("runs", 8),
+    ):
         preset(f"depth = {depth}", f"{place}/d.py")
         assert script("runs/d.py")["depth"] == depth
 
@@ -121,29 +144,43 @@ def test_preset_path_is_relative_to_here_then_to_the_repository(script, preset, 
 @pytest.mark.parametrize(
     "arg, parts",
     [
-        ("--depht=4", ["depht", "nearest: depth"]), ("--save-every=4", ["save-every", "nearest: save_every"]),
-        ("--zzzz=4", ["zzzz", "--help"]), ("--_private=4", ["_private"]), ("--", ["''"]),
-        ("--depth=1.5", ["depth=1.5", "an integer"]), ("--depth=four", ["depth='four'", "an integer"]),
-        ("--depth=1e400", ["depth=inf"]), ("--depth=0", ["depth=0", ">= 1"]),
-        ("--lr=nan", ["lr=nan", "a finite number"]), ("--compile=yes", ["compile='yes'", "True or False"]),
-        ("--dtype=float64", ["dtype='float64'", "auto|bfloat16|float32"]), ("--resume=later", ["auto|never or >= 0"]),
-        ("depth=4", ["'depth=4'"]), ("preset", ["'preset'"]), ("missing.py", ["'missing.py'", "No such file"]),
-        ("a" * 300 + ".py", ["name too long"]), ("--compile=a\nb", ["compile='a\\nb'"]),
-        ("--sampler=ddim", ["auto|euler|heun"]), ("--tag mine", ["write --tag=VALUE; name: of"]),
+        ("--depht=4", ["depht", "nearest: depth"]),
+        ("--save-every=4", ["save-every", "nearest: save_every"]),
+        ("--zzzz=4", ["zzzz", "--help"]),
+        ("--_private=4", ["_private"]),
+        ("--", ["''"]),
+        ("--depth=1.5", ["depth=1.5", "an integer"]),
+        ("--depth=four", ["depth='four'", "an integer"]),
+        ("--depth=1e400", ["depth=inf"]),
+        ("--depth=0", ["depth=0", ">= 1"]),
+        ("--lr=nan", ["lr=nan", "a finite number"]),
+        ("--compile=yes", ["compile='yes'", "True or False"]),
+        ("--dtype=float64", ["dtype='float64'", "auto|bfloat16|float32"]),
+        ("--resume=later", ["auto|never or >= 0"]),
+        ("depth=4", ["'depth=4'"]),
+        ("preset", ["'preset'"]),
+        ("missing.py", ["'missing.py'", "No such file"]),
+        ("a" * 300 + ".py", ["name too long"]),
+        ("--compile=a\nb", ["compile='a\\nb'"]),
+        ("--sampler=ddim", ["auto|euler|heun"]),
+        ("--tag mine", ["write --tag=VALUE; name: of"]),
         ("--compile 0", ["'0' is no --key=value"]),
         ("--depth", ["--depth has no value; write --depth=VALUE; >= 1: layers"]),
         ("--learning_rate=1", ["nearest: lr;"]),
-        ("--device=cpu", ["nearest: device_type;"]), ("--epochs=3", ["nearest: depth, "]),  # no num_epochs
-        ("--batch_size=8", ["; sample has it"]), ("--path=a", ["; prepare_data has it;"]),
+        ("--device=cpu", ["nearest: device_type;"]),
+        ("--epochs=3", ["nearest: depth, "]),  # no num_epochs
+        ("--batch_size=8", ["; sample has it"]),
+        ("--path=a", ["; prepare_data has it;"]),
         ("runs/shapescpu.py", ["nearest: runs/shapes_cpu.py, "]),
         ("shapes_cpu.py", ["no --key=value and no preset: ", "nearest: runs/shapes_cpu.py, "]),
         ("runs/shapes_cpu", ["nearest: runs/shapes_cpu.py, "]),
         ("--config=runs/shapes_cpu.py", ["unknown setting 'config'", "; a preset stands alone;"]),
     ],
-)  # fmt: skip
+)
 def test_mistakes_on_the_command_line(script, capsys, arg, parts):
     line = mistake(script, capsys, "--width=3", *arg.split(" "))
-    assert all(part in line for part in parts), line
+    for part in parts:
+        assert part in line, line
 
 
 def test_a_locale_that_garbles_names_is_refused(script, capsys, monkeypatch):
@@ -156,37 +193,52 @@ def test_a_locale_that_garbles_names_is_refused(script, capsys, monkeypatch):
     "text, parts",
     [
         ("depth = 3\ndepht = 4", ["line 2", "depht", "nearest: depth"]),
-        ("\n\ndepth = 'four'", ["line 3", "depth='four'", "an integer"]), ("tag = None", ["tag"]),
-        ("tag = {'a': 1}", ["tag={'a': 1}"]), ("ema_rates = (0.9, None)", ["ema_rates=(0.9, None)"]),
-        ("depth = ().__class__", ["literals"]), ("lr = 1e999", ["lr=inf"]), ("lr = 1" + "0" * 400, ["finite"]),
-        ("depth = 3\ndepth += 4", ["line 2", "literals"]), ("depth = width", ["line 1", "literals"]),
-        ("depth = width = 1", ["literals"]), ("import os", ["literals"]), ("depth = 3\nwidth = (", ["line 2"]),
+        ("\n\ndepth = 'four'", ["line 3", "depth='four'", "an integer"]),
+        ("tag = None", ["tag"]),
+        ("tag = {'a': 1}", ["tag={'a': 1}"]),
+        ("ema_rates = (0.9, None)", ["ema_rates=(0.9, None)"]),
+        ("depth = ().__class__", ["literals"]),
+        ("lr = 1e999", ["lr=inf"]),
+        ("lr = 1" + "0" * 400, ["finite"]),
+        ("depth = 3\ndepth += 4", ["line 2", "literals"]),
+        ("depth = width", ["line 1", "literals"]),
+        ("depth = width = 1", ["literals"]),
+        ("import os", ["literals"]),
+        ("depth = 3\nwidth = (", ["line 2"]),
         (b"depth = \xff", ["preset.py"]),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_a_preset(script, preset, capsys, text, parts):
     line = mistake(script, capsys, preset(text))
-    assert all(part in line for part in parts), line
+    for part in parts:
+        assert part in line, line
 
 
 @pytest.mark.parametrize("columns", [45, 100])
 def test_help_prints_every_setting_with_default_and_comment(script, capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     printed = []
-    for argv in (["-h", "--nonsense"], ["--help=all"]):
+    for argv in (
+        ["-h", "--nonsense"],
+        ["--help=all"],
+    ):
         with pytest.raises(SystemExit, match="0"):
             script("--depth=3", *argv)
         printed.append(capsys.readouterr().out)
     short, out = printed
-    assert "--sampler=" in short and "--dropout=" not in short
+    assert "--sampler=" in short
+    assert "--dropout=" not in short
     assert short.endswith(f"\n--help=all: {len(DEFAULTS) - 4} more settings\n")
     lines = out.splitlines()
-    rows = [next(line for line in lines if line.split()[:1] == [f"--{n}={v}"]) for n, v in DEFAULTS.items() if v != ""]
-    assert [lines.index(row) for row in rows] == sorted(lines.index(row) for row in rows)  # file order
-    assert rows[0].split()[:4] == ["--depth=12", "int", ">=", "1:"]
-    assert lines.index("What everybody touches") < lines.index(rows[0]) < lines.index("Run") < lines.index(rows[-1])
+    starts = [line.lstrip().partition(" ")[0] for line in lines]
+    places = [starts.index(f"--{name}={value}") for name, value in DEFAULTS.items() if value != ""]
+    assert places == sorted(places)  # file order
+    assert lines[places[0]].split()[:4] == ["--depth=12", "int", ">=", "1:"]
+    assert lines.index("What everybody touches") < places[0]
+    assert places[0] < lines.index("Run") < places[-1]
     assert "auto|euler|heun: the names of a table and a second line of help" in " ".join(out.split())
-    assert all(len(line) <= 100 for line in lines[1:]) and "_private" not in out
+    assert max(map(len, lines[1:])) <= 100
+    assert "_private" not in out
 
 
 def test_a_module_declares_settings_where_it_uses_them(script, tmp_path, monkeypatch):
@@ -197,27 +249,37 @@ def test_a_module_declares_settings_where_it_uses_them(script, tmp_path, monkeyp
     fields = f"class A:\n    wide: int = 1  # no setting\n{fields}{rate}"
     write(tmp_path / "nanodiff" / "part.py", fields)
     settings = read_settings(script(), ["part"])
-    assert [*settings][-2:] == ["sizes", "rate"] and len(settings) == len(DEFAULTS) + 2
+    assert [*settings][-2:] == ["sizes", "rate"]
+    assert len(settings) == len(DEFAULTS) + 2
     assert settings["sizes"] == ("16,8", "", "in pixels of a map", ["Only depth > 12"], [("depth", " > 12")])
-    assert settings["rate"][:2] == (0.5, "[0, 1)") and settings["rate"].only == settings["sizes"].only
+    assert settings["rate"][:2] == (0.5, "[0, 1)")
+    assert settings["rate"].only == settings["sizes"].only
 
 
 def test_every_rule_of_a_script_is_read():
     """One that is not would be checked by nobody."""
-    text = "".join(path.read_text() for folder in ("scripts", "nanodiff") for path in (ROOT / folder).rglob("*.py"))
+    paths = [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "nanodiff").rglob("*.py")]
+    text = "".join(path.read_text() for path in paths)
     rules = re.findall(r"^ *\w+(?:: \w+)? = .*[^)]  # ([<>\[].*)", text, re.M)
-    assert len(rules) > 50 and all(map(RULE.match, rules))
+    assert len(rules) > 50
+    for rule in rules:
+        assert RULE.match(rule), rule
 
 
 @pytest.mark.parametrize(
     "rule, accepted, refused",
     [
-        (">= 1", [1, 2.5, "7"], [0, 0.999, "x", "", "True"]), ("> 0", [1e-9], [0]), ("< 1e-3", [0], [0.001]),
-        ("(-1, 0.5]", [0.5, -0.9], [-1, 0.51]), ("-1 or [2, 4]", [-1, 2, 4], [0, 5]), ("2|4", [2, 4.0], [3, 24]),
-        ("a|b-c", ["a", "b-c"], ["b", "", "A"]), ('""|a', ["", "a"], ['""', " "]),
+        (">= 1", [1, 2.5, "7"], [0, 0.999, "x", "", "True"]),
+        ("> 0", [1e-9], [0]),
+        ("< 1e-3", [0], [0.001]),
+        ("(-1, 0.5]", [0.5, -0.9], [-1, 0.51]),
+        ("-1 or [2, 4]", [-1, 2, 4], [0, 5]),
+        ("2|4", [2, 4.0], [3, 24]),
+        ("a|b-c", ["a", "b-c"], ["b", "", "A"]),
+        ('""|a', ["", "a"], ['""', " "]),
         ("auto|never or >= 0", ["auto", "0", "12"], ["-1", "Auto", "nan"]),
     ],
-)  # fmt: skip
+)
 def test_rules_accept_and_refuse(rule, accepted, refused):
     assert [v for v in accepted if not satisfies(v, rule)] == []
     assert [v for v in refused if satisfies(v, rule)] == []
@@ -230,18 +292,27 @@ def test_as_a_program(tmp_path):
     def run(*argv, rank="0"):
         env = {**os.environ, "RANK": rank, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "program", *argv]
-        r = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        r = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         return r.returncode, r.stdout, r.stderr
 
+    _, help_text, _ = run("--help")
+    assert "python -m scripts.program [preset.py ...]" in help_text
     assert run("--depth=3") == (0, "3\n", "")
     assert run("--depth=x") == (2, "", "error: depth='x' is not accepted; accepted: an integer, >= 1\n")
     assert run("--depth=x", rank="1") == (2, "", "")
-    assert "python -m scripts.program [preset.py ...]" in run("--help")[1]
 
 
 def test_a_setting_that_would_do_nothing_is_refused(script, capsys):
     config = script("--dropout=0.3", "--dtype=float32")["config"]
-    assert (config["dropout"], config.defaults["dropout"]) == (0.3, 0.0)
+    assert config["dropout"] == 0.3
+    assert config.defaults["dropout"] == 0.0
     assert script("--dropout=0")["dropout"] == 0
     line = mistake(script, capsys, "--dropout=0.3")
     assert line == "error: dropout=0.3 would do nothing: only dtype=bfloat16|float32 uses it, and dtype='auto'\n"

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import os
 import tarfile
@@ -37,11 +38,13 @@ def beside(folder):
 
 def json_beside(folder):
     for name, label, caption in zip(NAMES, LABELS, CAPTIONS):
-        write(folder / f"{name}.json", json.dumps({"class": int(label), "caption": caption, "sha": 3}))
+        facts = {"class": int(label), "caption": caption, "sha": 3}
+        write(folder / f"{name}.json", json.dumps(facts))
 
 
 def rows(*columns):
-    return [dict(zip(columns, (f"{n}.png", y, c))) for n, y, c in zip(NAMES, LABELS, CAPTIONS)]
+    files = [f"{name}.png" for name in NAMES]
+    return [dict(zip(columns, row)) for row in zip(files, LABELS, CAPTIONS)]
 
 
 def jsonl(folder):
@@ -53,7 +56,8 @@ def diffsynth(folder):
 
 
 def table(folder):
-    writer = csv.DictWriter(text := io.StringIO(), ["size", "text", "file", "label"])
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["size", "text", "file", "label"])
     writer.writeheader()
     writer.writerows(rows("file", "label", "text"))
     write(folder / "metadata.csv", text.getvalue())
@@ -77,8 +81,8 @@ def pack(folder, kind):
 
 
 PACKED = [
-    *((facts, kind) for facts in (beside, json_beside) for kind in ("folder", "0.tar", "zip", "", "*.tar")),
-    *((facts, kind) for facts in (jsonl, diffsynth, table) for kind in ("folder", "0.tar", "0.tar.bz2", "0.TAR.XZ")),
+    *itertools.product((beside, json_beside), ("folder", "0.tar", "zip", "", "*.tar")),
+    *itertools.product((jsonl, diffsynth, table), ("folder", "0.tar", "0.tar.bz2", "0.TAR.XZ")),
 ]
 
 
@@ -87,17 +91,24 @@ def test_the_same_sixty_images_make_equal_bytes_however_they_are_packed(tmp_path
     for number, (facts, kind) in enumerate(PACKED):
         folder = images(tmp_path / str(number) / "in")
         facts(folder)
-        out = report(pack(folder, kind), captions=tmp_path / f"{number}.tsv", seed=3, resolution=8)
-        assert "captions: 60 of 60" in out and "ignored" not in out
-        lines = (tmp_path / f"{number}.tsv").read_text().splitlines()
+        captions = tmp_path / f"{number}.tsv"
+        out = report(pack(folder, kind), captions=captions, seed=3, resolution=8)
+        assert "captions: 60 of 60" in out
+        assert "ignored" not in out
+        lines = captions.read_text().splitlines()
         assert lines == [f"{name}.png\t{caption}" for name, caption in zip(NAMES, CAPTIONS)]
         sets.append({file.name: file.read_bytes() for file in open_dataset("toy").path.iterdir()})
-    assert all(made == sets[0] for made in sets[1:])
+    for made in sets[1:]:
+        assert made == sets[0]
     assert verify(open_dataset("toy"))[0] == 4
     drawn = [noise(8, 8, i).tobytes() for i in range(60)]
-    for split, num in (("train", 57), ("val", 3)):
+    for split, num in (
+        ("train", 57),
+        ("val", 3),
+    ):
         data = open_dataset("toy", split)
-        numbers = [drawn.index(image.transpose(1, 2, 0).tobytes()) for image in data.images(range(num))]
+        stored = data.images(range(num)).transpose(0, 2, 3, 1)
+        numbers = [drawn.index(image.tobytes()) for image in stored]
         assert data.class_names == [str(i) for i in range(12)]
         assert data.labels(range(num)).tolist() == [int(LABELS[i]) for i in numbers]
 
@@ -113,7 +124,9 @@ def test_what_lacks_is_named_and_what_is_not_used_counted(tmp_path, kind):
     path = pack(folder, kind)
     refused(r"no class for 1 of 60 images, such as '017\.png' .*takes second images\)", prepare, path)
     out = report(path, labels="none")
-    assert "ignored: 59 .cls, 2 .xml, " in out and all(f"1 {name}" in out for name in (".npy", ".DS_Store", "README"))
+    assert "ignored: 59 .cls, 2 .xml, " in out
+    for ignored in (".npy", ".DS_Store", "README"):
+        assert f"1 {ignored}" in out
     assert "captions: 59 of 60 images have one" in out
     if kind == "0.tar":
         write(path.parent / "labels.csv", "")
@@ -125,10 +138,12 @@ def test_what_lacks_is_named_and_what_is_not_used_counted(tmp_path, kind):
 
 def test_columns_by_name(tmp_path):
     folder = images(tmp_path / "train")
-    write(folder / "metadata.csv", "file_name,split,words\n" + "".join(f"{n}.png,a{n[2]},w{n}\n" for n in NAMES))
+    lines = "".join(f"{n}.png,a{n[2]},w{n}\n" for n in NAMES)
+    write(folder / "metadata.csv", "file_name,split,words\n" + lines)
     out = report(tmp_path)
     assert "metadata.csv: columns read: file_name; not used: split, words" in out
-    assert "unlabelled, as the table has no classes" in out and "captions:" not in out
+    assert "unlabelled, as the table has no classes" in out
+    assert "captions:" not in out
     columns = {"label_column": "split", "caption_column": "words"}
     prepare(tmp_path, **columns, captions=tmp_path / "out.tsv")
     assert open_dataset("toy").class_names == [f"a{i}" for i in range(10)]
@@ -139,21 +154,24 @@ def test_columns_by_name(tmp_path):
     for setting in ("label_column", "caption_column"):
         refused(f"{setting}='labl': .* has none in a table or beside", prepare, tmp_path, **{setting: "labl"})
     (folder / "metadata.csv").unlink()
-    write(tmp_path / "a.tsv", "file\tlabel\n" + "".join(f"train/{n}.png\tb, {n[2]}\n" for n in NAMES))
+    lines = "".join(f"train/{n}.png\tb, {n[2]}\n" for n in NAMES)
+    write(tmp_path / "a.tsv", "file\tlabel\n" + lines)
     assert "b, 9 6" in report(tmp_path, labels=tmp_path / "a.tsv")
     refused("captions='x.tsv': .* has none in a table or beside an image", prepare, tmp_path, captions="x.tsv")
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip", "tar"])
 def test_names_as_windows_macos_and_webdataset_write_them(tmp_path, kind):
-    png, folder = encode_png(noise(8, 8)), tmp_path / "in"
+    png = encode_png(noise(8, 8))
+    folder = tmp_path / "in"
     for name in ("caf\u00e9\\a.x.png", "cafe\u0301\\b.png", "cat\\c.png", "cat\\c.seg.png"):
         write(folder / name, png)
     write(folder / "caf\u00e9\\a.text.txt", "words")
     path = folder if kind == "folder" else archive(folder, kind, tmp_path / f"a.{kind}")
     os.mkfifo(folder / "pipe.png")  # reading it would wait for ever
     out = report(path, captions=tmp_path / "out.tsv", val_fraction=0)
-    assert open_dataset("toy").class_names == ["caf\u00e9", "cat"] and "keys" not in out
+    assert open_dataset("toy").class_names == ["caf\u00e9", "cat"]
+    assert "keys" not in out
     assert "caf\u00e9/a.x.png\twords\n" in (tmp_path / "out.tsv").read_text()
     assert ("1 .png (no file, over 64 MB, or packed" in out) == (kind == "folder")
 
@@ -186,18 +204,23 @@ def peak_mb(tmp_path, num):
     file = tmp_path / f"{num}.tar"
     with tarfile.open(file, "w") as shard:
         for i in range(num):
-            for suffix, content in ((".cls", b"%d" % (i % 10)), (".png", bytes(200)), (".txt", b"a caption")):
+            for suffix, content in (
+                (".cls", b"%d" % (i % 10)),
+                (".png", bytes(200)),
+                (".txt", b"a caption"),
+            ):
                 info = tarfile.TarInfo(f"{i:08d}{suffix}")
                 info.size = len(content)
                 shard.addfile(info, io.BytesIO(content))
             shard.members.clear()
     tracemalloc.start()
     assert sum(1 for _ in open_source("tar", str(file), Options()).items) == num
-    peak = tracemalloc.get_traced_memory()[1] / 1e6
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return peak
+    return peak / 1e6
 
 
 def test_many_small_members_take_no_more_memory(tmp_path):
-    few, many = peak_mb(tmp_path, 250), peak_mb(tmp_path, 2000)
+    few = peak_mb(tmp_path, 250)
+    many = peak_mb(tmp_path, 2000)
     assert many < few + 0.05  # 30 bytes an image; names alone would take twice that

@@ -10,6 +10,7 @@ import pytest
 from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from processes import on_ranks
 
 from nanodiff.data import dataset, shapes
@@ -43,12 +44,16 @@ def test_any_indices_in_any_order_over_any_shards(indices, max_shard_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset, "MAX_SHARD_BYTES", max_shard_bytes)
         path = write(overwrite=True)
-    assert all(file.stat().st_size <= max_shard_bytes for file in path.glob("*_images_*.npy"))
+    for file in path.glob("*_images_*.npy"):
+        assert file.stat().st_size <= max_shard_bytes
     assert len(list(path.glob("train_images_*.npy"))) == (1 if max_shard_bytes == 2**28 else 5)
     data = open_dataset("toy")
-    np.testing.assert_array_equal(data.images(indices), IMAGES[:40][np.array(indices, int)])
-    np.testing.assert_array_equal(data.labels(indices), LABELS[:40][np.array(indices, int)])
-    assert data.images(indices).dtype == np.uint8 and data.labels(indices).dtype == np.int64
+    images = data.images(indices)
+    labels = data.labels(indices)
+    assert_array_equal(images, IMAGES[:40][indices])
+    assert_array_equal(labels, LABELS[:40][indices])
+    assert images.dtype == np.uint8
+    assert labels.dtype == np.int64
     with pytest.raises(IndexError):
         data.images([40])
 
@@ -58,19 +63,26 @@ def test_facts_and_both_ways_to_name_a_set(base):
     assert open_dataset("toy").spread(4).tolist() == [0, 10, 20, 30]  # of 40, which may be sorted by class
     for name in ("toy", path, str(path)):
         data = open_dataset(name, "val")
-        assert (len(data), data.num_images, data.num_classes, data.channels, data.resolution) == (10, 10, 5, 3, 4)
-        assert data.class_names == list("abcde") and data.name == "toy"
+        assert len(data) == 10
+        assert data.num_images == 10
+        assert data.num_classes == 5
+        assert data.channels == 3
+        assert data.resolution == 4
+        assert data.class_names == list("abcde")
+        assert data.name == "toy"
         assert data.meta["kind"] == "images"
-    np.testing.assert_array_equal(np.load(path / "val_images_000.npy"), IMAGES[40:])  # plain .npy files
+    assert_array_equal(np.load(path / "val_images_000.npy"), IMAGES[40:])  # plain .npy files
     path.rename(base / "elsewhere")
-    assert open_dataset(open_dataset(base / "elsewhere").name, "val").num_images == 10
+    name = open_dataset(base / "elsewhere").name
+    assert open_dataset(name, "val").num_images == 10
 
 
 def test_an_existing_set_is_replaced_only_when_asked_and_as_a_whole(base):
     with pytest.raises(ZeroDivisionError), DatasetWriter("toy", "ab") as writer:
         writer.append("train", IMAGES[:2], y=[0, 1])
         1 / 0  # noqa: B018
-    assert not (base / "data" / "toy").exists() and not leftovers(base)
+    assert not (base / "data" / "toy").exists()
+    assert not leftovers(base)
     for name in (".toy.tmp-killed_1", ".toy2.tmp-other", ".toy.tmp-b.parts"):  # the last is of a set "toy.tmp-b"
         (base / "data" / name).mkdir()
     write()
@@ -79,7 +91,8 @@ def test_an_existing_set_is_replaced_only_when_asked_and_as_a_whole(base):
         (base / "data" / name).rmdir()
     refused("toy exists already and is complete", write)
     write(class_names=[], overwrite=True)
-    assert open_dataset("toy").num_classes == 0 and not leftovers(base)
+    assert open_dataset("toy").num_classes == 0
+    assert not leftovers(base)
     assert open_dataset("toy").labels([3, 2]).tolist() == [0, 0]
     (base / "data" / "mine").mkdir()
     (base / "data" / "mine" / "thesis.txt").write_text("precious")
@@ -119,7 +132,8 @@ def test_damage_is_found_on_opening(what):
 
 
 def test_one_flipped_bit_or_another_set_is_found_by_verify(monkeypatch):
-    path, last = write(), IMAGES[-1].tobytes()
+    path = write()
+    last = IMAGES[-1].tobytes()
     assert verify(open_dataset("toy"))[0] == 4
     replace(path / "val_images_000.npy", last, last[:-1] + bytes([last[-1] ^ 1]))
     refused(r"val_images_000\.npy is damaged", verify, open_dataset("toy"))
@@ -141,8 +155,10 @@ def test_what_describes_a_set_has_its_own_hash(base):
     """In sets of earlier versions it has none."""
     path = write() / "meta.json"
     facts = json.loads(path.read_text())
-    edits = [{"class_names": facts["class_names"][::-1]}, {"splits": facts["splits"] | {"val": {}}}]
-    for edit in edits:
+    for edit in (
+        {"class_names": facts["class_names"][::-1]},
+        {"splits": facts["splits"] | {"val": {}}},
+    ):
         path.write_text(json.dumps(facts | edit))
         refused("meta.json is damaged or was edited", open_dataset, "toy")
     del facts["sha256"]
@@ -188,7 +204,7 @@ def test_more_shards_than_are_mapped_at_a_time(base, monkeypatch):
     order = RNG.permutation(20)
     data = open_dataset("many")
     for _ in range(2):
-        np.testing.assert_array_equal(data.images(order), images[order])
+        assert_array_equal(data.images(order), images[order])
 
 
 def test_unknown_name_and_split_tell_what_there_is(base):
@@ -199,7 +215,8 @@ def test_unknown_name_and_split_tell_what_there_is(base):
 
 def test_shapes_are_drawn_once_though_several_ask_at_once(base):
     seen = on_ranks(lambda rank: open_dataset("shapes").images([0, 2999]).tobytes(), ranks=3)
-    assert len(set(seen)) == 1 and not leftovers(base)
+    assert len(set(seen)) == 1
+    assert not leftovers(base)
     verify(open_dataset("shapes", "val"))
 
 
@@ -208,12 +225,16 @@ def test_a_file_system_without_locks_is_no_hindrance(base, monkeypatch):
     with DatasetWriter("toy", "abcde") as slow:
         slow.append("train", IMAGES, y=LABELS)
         write()  # another process is faster
-    assert open_dataset("toy").num_images == 40 and not leftovers(base)
+    assert open_dataset("toy").num_images == 40
+    assert not leftovers(base)
 
 
 def test_classes_are_matched_by_name_or_numbers_by_order():
     assert match_labels(["b", "a"], ["a", "b", "c"], "x") == [1, 0]
     assert match_labels(["n01", "n02", "n03"], ["0", "1", "2"], "x") == [0, 1, 2]  # folders against a published model
     assert match_labels(["0", "1"], ["cat", "dog"], "x") == [0, 1]
-    for names, known in ((["cat", "dog"], ["dog", "fox"]), (["n01", "n02"], ["0", "1", "2"])):
+    for names, known in (
+        (["cat", "dog"], ["dog", "fox"]),
+        (["n01", "n02"], ["0", "1", "2"]),
+    ):
         refused("accepted: classes called", match_labels, names, known, "x")

@@ -20,7 +20,12 @@ from nanodiff.dist import compare_ranks
 
 def init_with_other_settings(rank):
     """The line with which this rank is refused, or ""."""
-    config = {"model_tag": f"on{rank}", "lr": 0.05 if rank else 0.004, "dtype": "auto", "depth": 4}
+    config = {
+        "model_tag": f"on{rank}",
+        "lr": 0.05 if rank else 0.004,
+        "dtype": "auto",
+        "depth": 4,
+    }
     torch.cpu._is_avx512_bf16_supported = lambda: rank == 0
     try:
         init_device("cpu", config=config)
@@ -102,7 +107,11 @@ def test_the_best_device_is_chosen_and_an_absent_one_refused(monkeypatch):
 @pytest.mark.parametrize("told", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_memory_grows_in_segments_unless_the_user_says_otherwise(monkeypatch, told):
     asked = []
-    for name, value in (("is_available", True), ("device_count", 1), ("set_device", None)):
+    for name, value in (
+        ("is_available", True),
+        ("device_count", 1),
+        ("set_device", None),
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     monkeypatch.setattr(os, "environ", {told: "max_split_size_mb:64"} if told else {})
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
@@ -123,7 +132,10 @@ def test_what_triton_lacks_is_named(monkeypatch, tmp_path):
 def test_scripts_use_the_python3_at_hand_or_the_environment_that_is_named(tmp_path):
     show = "source runs/setup.sh; command -v python3"
     env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
-    run = lambda **more: subprocess.run(["bash", "-c", show], cwd=ROOT, env=env | more, capture_output=True, text=True)
+
+    def run(**more):
+        return subprocess.run(["bash", "-c", show], cwd=ROOT, env=env | more, capture_output=True, text=True)
+
     assert "nothing is installed" in run().stdout
     (tmp_path / "bin").mkdir()
     for name in ("pip", "python3"):
@@ -135,27 +147,44 @@ def test_scripts_use_the_python3_at_hand_or_the_environment_that_is_named(tmp_pa
 def test_dtypes(monkeypatch):
     cpu, cuda, mps = map(torch.device, ("cpu", "cuda", "mps"))
     for name in ("bfloat16", "float16", "float32"):
-        assert choose_dtype(name, cpu) == choose_dtype(name, mps) == getattr(torch, name)
-    for native in (True, False):
+        assert choose_dtype(name, cpu) == getattr(torch, name)
+        assert choose_dtype(name, mps) == getattr(torch, name)
+    for native, on_cpu, on_cuda in (
+        (True, torch.bfloat16, torch.bfloat16),
+        (False, torch.float32, torch.float16),
+    ):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda there=native: there)
-        assert choose_dtype("auto", cpu) == (torch.bfloat16 if native else torch.float32)
+        assert choose_dtype("auto", cpu) == on_cpu
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, there=native: there)
-        assert choose_dtype("auto", cuda) == (torch.bfloat16 if native else torch.float16)
+        assert choose_dtype("auto", cuda) == on_cuda
     assert choose_dtype("auto", mps) == torch.float32
 
 
 @pytest.mark.parametrize(
     "name, tflops",  # names as drivers give them
     [
-        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA L40S", 362), ("NVIDIA H200 NVL", 836), ("Some GPU of tomorrow", 0.5),
-        ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 5090", 209.5),
-        ("Tesla T4", 65), ("Tesla V100-SXM2-16GB", 125), ("Tesla V100-PCIE-32GB", 112), ("NVIDIA A10", 125),
-        ("NVIDIA L4", 121), ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA RTX A1000", 0.5), ("NVIDIA L40", 0.5), ("NVIDIA A10G", 0.5),  # no A100, no L40S, no A10
-        ("NVIDIA GeForce RTX 3090 Ti", 0.5), ("NVIDIA GeForce RTX 4090 Laptop GPU", 0.5),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA H200 NVL", 836),
+        ("Some GPU of tomorrow", 0.5),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("Tesla T4", 65),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-PCIE-32GB", 112),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA RTX A1000", 0.5),
+        ("NVIDIA L40", 0.5),
+        ("NVIDIA A10G", 0.5),  # no A100, no L40S, no A10
+        ("NVIDIA GeForce RTX 3090 Ti", 0.5),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 0.5),
     ],
-)  # fmt: skip
+)
 def test_peaks(monkeypatch, capsys, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr("nanodiff.device.measured_peak", lambda device, dtype: 0.5e12)

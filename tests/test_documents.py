@@ -22,7 +22,11 @@ from nanodiff.safetensors import load_safetensors
 
 RUNS = ROOT / "runs"
 PAGES = [ROOT / "README.md", RUNS / "GUIDE.md"]
-DOCUMENTS = [*PAGES, *sorted(RUNS.glob("*.sh")), *sorted(set(RUNS.glob("*.md")) - set(PAGES))]
+DOCUMENTS = [
+    *PAGES,
+    *sorted(RUNS.glob("*.sh")),
+    *sorted(set(RUNS.glob("*.md")) - set(PAGES)),
+]
 SCRIPTS = "|".join(path.stem for path in (ROOT / "scripts").glob("*.py"))
 
 
@@ -42,7 +46,10 @@ def test_the_commands_that_we_tell_users_are_accepted(path):
         settings = [arg for arg in args if arg.startswith("--") or arg.endswith(".py")]
         settings = [arg for arg in settings if "$" not in arg and "..." not in arg]
         config = script_settings(script, *settings)
-        assert all(arg.partition("=")[0][2:] in config for arg in settings if arg.startswith("--")), (script, args)
+        for arg in settings:
+            if arg.startswith("--"):
+                name = arg[2:].partition("=")[0]
+                assert name in config, (script, args)
     for story in re.findall(r"bash (runs/\w+\.sh)", path.read_text()):
         assert (ROOT / story).is_file()
 
@@ -55,38 +62,52 @@ SMALLER = {  # what is appended to a command
     "base_eval": ["--num_images=12", *TIMELESS],
 }
 STAND_INS = {
-    "RUN": "mine_dit_d4", "RUN_A": "mine_dit_d4", "RUN_B": "shapes_cpu", "RUN_OR_FILE": "mine_dit_d12",
-    "BASE": "mine_dit_d12", "NAME": "dummy",
-}  # fmt: skip
+    "RUN": "mine_dit_d4",
+    "RUN_A": "mine_dit_d4",
+    "RUN_B": "shapes_cpu",
+    "RUN_OR_FILE": "mine_dit_d12",
+    "BASE": "mine_dit_d12",
+    "NAME": "dummy",
+}
 NOT_RUN = {
     # measures for minutes, serves until it is stopped (both have tests of their own), downloads
-    "bench", "plan --data=mine --minutes=60", "sample_web", "base_train --fid_every=5000",
+    "bench",
+    "plan --data=mine --minutes=60",
+    "sample_web",
+    "base_train --fid_every=5000",
     "prepare_data --source=cifar10 --name=cifar10",
     # words in a text, to be completed by a path, a run or a set
-    "prepare_data", "prepare_data --path=FOLDER", "prepare_data --vectors=FILE.npz", "prepare_data --pairs=MASKS",
-    "sample", "sample --npz", "cache_latents --autoencoder=PATH", "base_train --init_from=FILE",
+    "prepare_data",
+    "prepare_data --path=FOLDER",
+    "prepare_data --vectors=FILE.npz",
+    "prepare_data --pairs=MASKS",
+    "sample",
+    "sample --npz",
+    "cache_latents --autoencoder=PATH",
+    "base_train --init_from=FILE",
     "base_train --objective=flow_map",
     "base_eval --metric=fid",
-}  # fmt: skip
+}
 
 
 class Words:
     """In place of any encoder of text, and of Hugging Face's library."""
 
     __call__ = lambda self, caption: torch.ones(5, 768)
-    load_dataset = lambda *args, **options: [{"image": Image.new("RGB", (20, 30)), "label": i % 2} for i in range(40)]
+
+    def load_dataset(*args, **options):
+        image = Image.new("RGB", (20, 30))
+        return [{"image": image, "label": i % 2} for i in range(40)]
 
 
 @pytest.fixture
 def place(base, monkeypatch):
     """The current folder, with the files of which the pages speak."""
     monkeypatch.chdir(base)
-    for module, name, value in (
-        (shapes, "NUM_IMAGES", {"train": 64, "val": 24}),
-        (classifier, "MIN_TRAINED", 100),
-        (features, "load_inception", lambda *_: classifier.Classifier(3, 32, 8, width=4).requires_grad_(False).eval()),
-    ):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(shapes, "NUM_IMAGES", {"train": 64, "val": 24})
+    monkeypatch.setattr(classifier, "MIN_TRAINED", 100)
+    network = classifier.Classifier(3, 32, 8, width=4).requires_grad_(False).eval()
+    monkeypatch.setattr(features, "load_inception", lambda *_: network)
     monkeypatch.setitem(sys.modules, "datasets", Words)
     make_data("cifar10", resolution=32)  # the sets of which the presets speak
     make_data("mnist", resolution=28)
@@ -99,10 +120,12 @@ def place(base, monkeypatch):
     archive(base / "FOLDER", "tar", base / "shards" / "0.tar")
     np.save("scans.npy", np.arange(20 * 64.0).reshape(20, 8, 8))
     np.save("asked.npy", np.ones((4, 32, 768), np.float32))
-    np.savez("FILE.npz", np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), np.uint8))
+    rng = np.random.default_rng(0)
+    np.savez("FILE.npz", rng.integers(0, 256, (64, 32, 32, 3), np.uint8))
     np.savez("base_samples.npz", np.zeros((4, 8, 8, 3), np.uint8))
+    vectors = rng.normal(size=(40, 151))
     for name in "AB":
-        np.save(f"{name}.npy", np.random.default_rng(0).normal(size=(40, 151)))
+        np.save(f"{name}.npy", vectors)
     make_autoencoder(base / "PATH", latent_channels=4)
     config = DiTConfig(64, 4, 8, 8, 384, 1, 6, num_classes=5, block="classic")
     for name in ("SiT", "DiT"):
@@ -123,12 +146,18 @@ def test_the_pages_run_from_top_to_bottom(place, run_script):
         for preset in RUNS.glob(f"{given.get('model')}.py"):  # of which a page says only the name
             if not (place / "runs" / preset.stem).exists():
                 run("base_train", f"runs/{preset.name}")
-        more = SMALLER.get(script, []) + ["--steps=1,2"] * ("steps" in given)
+        more = [*SMALLER.get(script, [])]
+        if "steps" in given:
+            more.append("--steps=1,2")
         if script == "base_train":
             settings = script_settings(script, *args)
-            more = TRAIN + (["--depth=1", "--num_res_blocks=1"] if settings["arch"] == "unet" else ["--width=64"])
-            more = [x for x in more if x != "--width=64" or ".pt" not in given.get("init_from", "")]
-            more += ["--num_timesteps=5"] * (settings["objective"] == "eps")
+            more = [*TRAIN]
+            if settings["arch"] == "unet":
+                more += ["--depth=1", "--num_res_blocks=1"]
+            elif ".pt" not in given.get("init_from", ""):
+                more.append("--width=64")
+            if settings["objective"] == "eps":
+                more.append("--num_timesteps=5")
             if is_example or "init_from" in given:  # they stand side by side
                 examples.append(command)
                 more += [f"--model_tag=example{len(examples)}"]
@@ -196,7 +225,10 @@ def read_log(path):
 
 def spellings(values, decimals):
     """How a cell may state figures: as their mean, with or without the deviation, or their range."""
-    low, mean, high = (f"{f(values):,.{decimals}f}" for f in (np.min, np.mean, np.max))
+    spell = lambda value: f"{value:,.{decimals}f}"
+    low = spell(np.min(values))
+    mean = spell(np.mean(values))
+    high = spell(np.max(values))
     if low == high:
         return [mean]
     deviation = np.std(values, ddof=1)
@@ -206,7 +238,8 @@ def spellings(values, decimals):
 def logged_rows(page):
     """(path of the log, {title: cell}) of each row of a page's tables that links to a log in runs/records."""
     for table in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.M):
-        titles, _, *rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+        cells_of = lambda line: [cell.strip(" *") for cell in line.split("|")[1:-1]]
+        titles, _, *rows = map(cells_of, table.splitlines())
         for row in rows:
             for name in re.findall(r"records/(\w[\w.-]*\.txt)\)", str(row)):
                 yield RUNS / "records" / name, dict(zip(titles, row, strict=True))
@@ -218,26 +251,35 @@ ROWS = [*logged_rows(ROOT / "README.md"), *logged_rows(RUNS / "RECORDS.md")]
 @pytest.mark.parametrize("path, row", ROWS, ids=[path.stem for path, _ in ROWS])
 def test_a_row_says_what_the_log_says_to_which_it_links(path, row):
     figures = read_log(path)
-    stated = [(row[title].replace("*", ""), name, decimals) for title, name, decimals in STATED if title in row]
+    stated = [column for column in STATED if column[0] in row]
     assert len(stated) >= 3
-    for cell, name, decimals in stated:
+    for title, name, decimals in stated:
+        cell = row[title].replace("*", "")
         if not figures[name]:
             assert not re.search(r"\d", cell), f"{name}: {cell}"
             continue
-        words = [spelling for n in {max(decimals - 1, 0), decimals} for spelling in spellings(figures[name], n)]
-        assert re.search("|".join(rf"(?<![\d.,]){re.escape(word)}(?![\d.]| ±)" for word in words), cell), (name, words)
+        words = spellings(figures[name], decimals) + spellings(figures[name], max(decimals - 1, 0))
+        patterns = [rf"(?<![\d.,]){re.escape(word)}(?![\d.]| ±)" for word in words]
+        assert re.search("|".join(patterns), cell), (name, words)
     device = re.search(r"^device: 1 x (?:NVIDIA )?(\w+)", path.read_text(), re.M)
     machine = row.get("machine") or row.get("card")
-    assert not (device and machine) or device[1].lower() in machine.lower()
-    for count, seeds in (("one seed", 1), ("three seeds", 3)):
-        assert count not in str(row) or len(figures["distance"]) == seeds
+    if device and machine:
+        assert device[1].lower() in machine.lower()
+    for count, seeds in (
+        ("one seed", 1),
+        ("three seeds", 3),
+    ):
+        if count in str(row):
+            assert len(figures["distance"]) == seeds
 
 
 def test_the_headlines_have_logs():
     """At least the first rows of README, and of each track and the race."""
     pages = {path.name for path, _ in ROWS}
-    assert {f"{name}.txt" for name in ("gpu_e0c6c21", "cpu_9968c53", "cpu_5b872ed", "minRF_4fc10e0")} <= pages
-    assert len(ROWS) == len({*map(str, ROWS)}) >= 12
+    for name in ("gpu_e0c6c21", "cpu_9968c53", "cpu_5b872ed", "minRF_4fc10e0"):
+        assert f"{name}.txt" in pages
+    assert len(ROWS) >= 12
+    assert len(ROWS) == len({*map(str, ROWS)})
 
 
 def test_the_dials_table_follows_from_the_dial_and_the_log():
@@ -247,12 +289,13 @@ def test_the_dials_table_follows_from_the_dial_and_the_log():
     assert [depth for depth, _ in rows] == ["6", "12", "24"]
     for depth, row in rows:
         parameters, needed, speed, whole, memory = row.split(" | ")
+        config = DiTConfig.from_depth(int(depth), 32, in_channels=3, out_channels=3, num_classes=10)
         with torch.device("meta"):
-            model = DiT(DiTConfig.from_depth(int(depth), 32, in_channels=3, out_channels=3, num_classes=10))
+            model = DiT(config)
         num_params = sum(p.numel() for p in model.parameters())
         count, unit = parameters.split()
         assert float(count) == pytest.approx(num_params / {"M": 1e6, "B": 1e9}[unit], rel=0.01)
-        images = 12 * num_params / model.config.num_tokens
+        images = 12 * num_params / config.num_tokens
         assert int(needed.replace(",", "")) == pytest.approx(images / 100, rel=0.01)
         hours = images / int(speed.replace(",", "")) / 3600
         time, unit, price = re.fullmatch(r"(\d+) (minute|hour)s?, (.*)", whole).groups()
@@ -270,15 +313,18 @@ def test_the_cards_figures_are_those_in_the_shipped_files():
         distance, allowed = figures["fd_classifier"]
         score = f"{distance:.2f} ± {(allowed - 0.01 * distance) / 3:.2f}"  # release.sh: three deviations and 1%
         (row,) = [line for line in card.splitlines() if line.startswith(f"| `{name}.safetensors`")]
-        for figure in (score, f"{figures['precision'][0]:.3f}", f"{figures['recall'][0]:.3f}"):
-            assert figure in row
-        assert name != "cifar10" or score in (ROOT / "README.md").read_text()
+        assert score in row
+        assert f"{figures['precision'][0]:.3f}" in row
+        assert f"{figures['recall'][0]:.3f}" in row
+        if name == "cifar10":
+            assert score in (ROOT / "README.md").read_text()
 
 
 def test_the_picture_shows_the_first_samples_of_the_logged_run():
     with Image.open(RUNS / "cifar10_gpu.jpg") as picture:
         picture = np.asarray(picture, np.float32)
-    for i, sample in enumerate(np.load(RUNS / "records" / "gpu_e0c6c21_seed42.npz")["arr_0"][:40]):
+    samples = np.load(RUNS / "records" / "gpu_e0c6c21_seed42.npz")["arr_0"]
+    for i, sample in enumerate(samples[:40]):
         top = 22 + 66 * (i // 10)
         left = 2 + 66 * (i % 10)
         shown = picture[top : top + 64, left : left + 64]
@@ -291,7 +337,12 @@ def test_entries_of_the_log_that_others_cite_are_there():
     entries = {*re.findall(r'id="(\d+)"', log), "index"}
     index = log.split("## Index")[1].split("\n## ")[0]
     assert "ralston in 12 evaluations" in index  # flow_map.py
-    files = [*ROOT.glob("scripts/*.py"), *ROOT.glob("nanodiff/**/*.py"), *RUNS.glob("*.*"), ROOT / "README.md"]
+    files = [
+        *ROOT.glob("scripts/*.py"),
+        *ROOT.glob("nanodiff/**/*.py"),
+        *RUNS.glob("*.*"),
+        ROOT / "README.md",
+    ]
     for path in files:
         if path.suffix not in (".py", ".md", ".sh"):
             continue

@@ -25,9 +25,11 @@ def test_a_jump_decays_as_the_product_of_the_rates(ramp):
     model.w.data.fill_(1.0)
     for s in range(1, 301):
         ema.update(s)
+        averages = ema.state_dict()
         for rate in left:
             left[rate] *= min(rate, (s + 1) / (s + 10)) if ramp else rate
-            assert ema.state_dict()[f"ema_{rate}"]["w"][0].item() == pytest.approx(1 - left[rate], abs=1e-5)
+            average = averages[f"ema_{rate}"]["w"][0].item()
+            assert average == pytest.approx(1 - left[rate], abs=1e-5)
 
 
 def test_applied_gives_the_average_and_takes_it_back_bit_for_bit():
@@ -42,7 +44,8 @@ def test_applied_gives_the_average_and_takes_it_back_bit_for_bit():
     with pytest.raises(KeyboardInterrupt), ema.applied(model):
         assert not model.training
         for name, p in model.named_parameters():
-            assert torch.equal(p, ema.state_dict()["ema_0.9"][name]) and not torch.equal(p, before[name])
+            assert torch.equal(p, ema.state_dict()["ema_0.9"][name])
+            assert not torch.equal(p, before[name])
         raise KeyboardInterrupt
     assert model.training
     for name, p in model.named_parameters():
@@ -60,15 +63,18 @@ def test_autocast_computes_with_the_average():
         before = model(x)
         with ema.applied(model):
             average = model(x)
-        assert torch.equal(model(x), before) and not torch.equal(average, before)
+        assert torch.equal(model(x), before)
+        assert not torch.equal(average, before)
 
 
 def test_rates():
-    assert parse_rates("0.999, 0.9999") == (0.999, 0.9999) and parse_rates("") == ()
+    assert parse_rates("0.999, 0.9999") == (0.999, 0.9999)
+    assert parse_rates("") == ()
     model = Vector(1.0)
     ema = EMA(model, make_optimizer(model, "adamw"), "")
     ema.update(1)
     with ema.applied(model):
-        assert model.w[0] == 1 and not model.training
+        assert model.w[0] == 1
+        assert not model.training
     for bad in ("1", "0", "1.5", "-0.1", "nan", "x", "0.9,"):
         refused("ema_rates", parse_rates, bad)

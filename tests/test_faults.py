@@ -29,14 +29,20 @@ def data(base):
 
 def everything(base, tag, step=60):
     """What a run has made, without what depends on the clock."""
-    lines = [(line["step"], line["train/loss"], line["train/grad_norm"]) for line in metrics(base, tag)]
+    columns = ("step", "train/loss", "train/grad_norm")
+    lines = [tuple(line[column] for column in columns) for line in metrics(base, tag)]
     return {"weights": weights(base, tag, step), "lines": lines}
+
+
+def steps_of(base, tag):
+    return [line["step"] for line in metrics(base, tag)]
 
 
 def assert_close(base, tag, other):
     """The losses of eight steps, none twice and none missing, are those of another run, up to rounding."""
-    ours, theirs = (np.array(everything(base, run, 8)["lines"]) for run in (tag, other))
-    assert ours[:, 0].tolist() == [*range(1, 9)]
+    assert steps_of(base, tag) == [*range(1, 9)]
+    ours = everything(base, tag, 8)["lines"]
+    theirs = everything(base, other, 8)["lines"]
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
@@ -50,7 +56,8 @@ def slow_fsync():
 def test_kills_lose_nothing(base, run_script):
     run_script("base_train", *TRAIN, "--model_tag=whole", "--save_every=0")
     checkpoints = base / "runs" / "killed" / "checkpoints"
-    rng, in_save = random.Random(0), 0
+    rng = random.Random(0)
+    in_save = 0
     for kill in range(6):
         running = Started("base_train", *TRAIN, "--model_tag=killed", before=slow_fsync)
         time.sleep(rng.uniform(0.1, 0.7))
@@ -61,9 +68,8 @@ def test_kills_lose_nothing(base, run_script):
         in_save += any(checkpoints.glob(".*"))
     assert in_save >= 2, "too few of the kills hit a save"
     run_script("base_train", *TRAIN, "--model_tag=killed")
-    killed = everything(base, "killed")
-    assert [step for step, *_ in killed["lines"]] == [*range(1, 61)]  # none twice, none missing
-    assert_identical(killed, everything(base, "whole"))
+    assert steps_of(base, "killed") == [*range(1, 61)]  # none twice, none missing
+    assert_identical(everything(base, "killed"), everything(base, "whole"))
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000058", "step_000060"]  # nothing half done
 
 
@@ -101,7 +107,11 @@ def inject(*faults):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "action, timeout, words", [("SIGSTOP", 5, "Timed out|timeout"), ("SIGKILL", 100, "Connection|Read error")]
+    "action, timeout, words",
+    [
+        ("SIGSTOP", 5, "Timed out|timeout"),
+        ("SIGKILL", 100, "Connection|Read error"),
+    ],
 )
 def test_a_rank_that_hangs_or_dies_ends_the_others(base, run_script, action, timeout, words):
     """They name what they waited for, within the timeout or at once; the newest checkpoint goes on with fewer ranks."""
@@ -111,11 +121,12 @@ def test_a_rank_that_hangs_or_dies_ends_the_others(base, run_script, action, tim
     codes = running.codes()
     err = running.kill().stderr
     last = err.strip().splitlines()[-1]
-    assert codes[0] == 1 and "Traceback" not in err, err
+    assert codes[0] == 1, err
+    assert "Traceback" not in err, err
     assert re.search(rf"rank 0 of 2: the reduce-scatter of the gradients failed after [\d.]+ s .*({words})", last)
     assert float(re.search(r"after ([\d.]+) s", last)[1]) < timeout + 5
     run_script("base_train", *SHORT, "--model_tag=a")  # on one rank
-    assert [step for step, *_ in everything(base, "a", 8)["lines"]] == [*range(1, 9)]
+    assert steps_of(base, "a") == [*range(1, 9)]
 
 
 def slow_save(seconds):
@@ -128,13 +139,21 @@ def slow_save(seconds):
 def test_nobody_gives_up_waiting_for_a_save(base):
     """Two saves longer than the timeout, the second of them at the end."""
     steps = ("--num_iterations=4", "--save_every=2", "--model_tag=a")
-    run_process("base_train", *SHORT, *steps, ranks=2, before=partial(slow_save, 5), NANODIFF_RANK_TIMEOUT="4")
+    run_process(
+        "base_train",
+        *SHORT,
+        *steps,
+        ranks=2,
+        before=partial(slow_save, 5),
+        NANODIFF_RANK_TIMEOUT="4",
+    )
     assert (base / "runs" / "a" / "checkpoints" / "step_000004" / "manifest.json").exists()
 
 
 def other_eyes(what):
     """Before a script: another rank does not see the newest checkpoint, or cannot open it once rank 0 has."""
-    honest_list, honest = checkpoint.list_checkpoints, checkpoint.from_first_rank
+    honest_list = checkpoint.list_checkpoints
+    honest = checkpoint.from_first_rank
 
     def from_first_rank(value, what):
         path = honest(value, what)
@@ -155,13 +174,28 @@ def test_all_ranks_open_the_checkpoint_that_the_first_has_found(base, run_script
     run_process("base_train", *more, "--model_tag=whole", ranks=2)
     run_process("base_train", *more, "--model_tag=a", ranks=2, before=partial(other_eyes, "stale"))
     assert_identical(everything(base, "a", 8), everything(base, "whole", 8))
-    done = run_process("base_train", *more, "--model_tag=a", ranks=2, check=False, before=partial(other_eyes, "gone"))
+    done = run_process(
+        "base_train",
+        *more,
+        "--model_tag=a",
+        ranks=2,
+        check=False,
+        before=partial(other_eyes, "gone"),
+    )
     line = "error: rank 1 of 2 cannot open .*step_000008, which rank 0 resumes from: no such file: .*optim.pt"
-    assert done.returncode and re.search(line, done.stderr) and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode, done.stderr
+    assert re.search(line, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, fault", [(0, ("0", 4, "SIGTERM")), (2, ("1", 4, "SIGTERM"))])
+@pytest.mark.parametrize(
+    "ranks, fault",
+    [
+        (0, ("0", 4, "SIGTERM")),
+        (2, ("1", 4, "SIGTERM")),
+    ],
+)
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(base, run_script, ranks, fault):
     args = [*SHORT, "--log_every=3"]
     running = Started("base_train", *args, "--model_tag=a", ranks=ranks, before=partial(inject, fault))
@@ -194,9 +228,12 @@ def test_where_no_step_can_be_lost_a_signal_ends_a_script_at_once(base, run_scri
     if script == "cache_latents":
         args = [*args, f"--autoencoder={make_autoencoder(base / 'vae')}"]
     done = Started(script, *args, before=partial(signal_in_progress, number)).wait()
-    assert done.returncode == (130 if number == signal.SIGINT else -number), done.stdout + done.stderr
-    assert "Traceback" not in done.stderr and "SIG" not in done.stderr
-    assert not any(base.glob("*/new/meta.json")) and not any(base.glob("runs/*/eval*"))
+    code = 130 if number == signal.SIGINT else -number
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "SIG" not in done.stderr
+    assert not any(base.glob("*/new/meta.json"))
+    assert not any(base.glob("runs/*/eval*"))
     assert not (base / "runs" / "new" / "checkpoints").exists()
 
 
@@ -217,7 +254,13 @@ def test_torchrun_restarts_after_the_death_of_a_worker_and_stops_at_a_signal(bas
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3")
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [*launcher, script, *SHORT, "--model_tag=a"]
-    done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=200)
+    done = subprocess.run(
+        command,
+        env=env,
+        text=True,
+        capture_output=True,
+        timeout=200,
+    )
     assert re.search(r"resumed from .*step_000004", done.stdout), done.stdout + done.stderr
     assert re.search(r"stopped by signal 15 after step [6-8]", done.stdout), done.stdout + done.stderr
     assert done.returncode
@@ -229,7 +272,12 @@ def test_torchrun_restarts_after_the_death_of_a_worker_and_stops_at_a_signal(bas
 def test_a_run_goes_on_with_one_two_and_four_ranks(base, run_script):
     args = [*TRAIN, "--total_batch_size=16", "--warmup_ratio=0", "--warmdown_ratio=0", "--flip"]
     run_script("base_train", *args, "--num_iterations=8", "--model_tag=one")
-    for steps, ranks, size in ((2, 1, 16), (4, 2, 4), (6, 4, 2), (8, 1, 8)):
+    for steps, ranks, size in (
+        (2, 1, 16),
+        (4, 2, 4),
+        (6, 4, 2),
+        (8, 1, 8),
+    ):
         more = (f"--num_iterations={steps}", f"--device_batch_size={size}", "--model_tag=many", "--resume=changed")
         run_process("base_train", *args, *more, ranks=ranks)
     assert_close(base, "many", "one")
@@ -239,12 +287,18 @@ def test_a_run_goes_on_with_one_two_and_four_ranks(base, run_script):
 def test_two_nodes_train_the_same_model_as_one_process(base, run_script):
     """As runs/multinode.sh starts them: an agent on each node, which meet at the first."""
     args = [*SHORT, "--model_tag=nodes"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GPUS": "1", "NNODES": "2"}
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "GPUS": "1",
+        "NNODES": "2",
+    }
     env |= {"HEAD": f"127.0.0.1:{free_port()}"}
     command = ["bash", str(ROOT / "runs" / "multinode.sh"), *args]
     nodes = [subprocess.Popen(command, env=env, text=True, stdout=-1, stderr=-1) for _ in range(2)]
-    ends = [(*node.communicate(timeout=200), node.returncode) for node in nodes]
-    assert [code for *_, code in ends] == [0, 0], ends
+    for node in nodes:
+        out, err = node.communicate(timeout=200)
+        assert node.returncode == 0, out + err
     run_script("base_train", *SHORT, "--model_tag=one")
     assert_close(base, "nodes", "one")
 
@@ -259,7 +313,9 @@ def starved(name, *args, kilobytes):
     """The one line of error of a script without room."""
     done = run_process(name, *args, check=False, before=partial(no_file_beyond, 1024 * kilobytes))
     (line,) = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and line.startswith("error: ") and "File too large" in line, line
+    assert done.returncode == 2, line
+    assert line.startswith("error: "), line
+    assert "File too large" in line, line
     return line
 
 
@@ -269,20 +325,25 @@ def test_no_room_for_metrics_checkpoint_or_samples(base, run_script):
     run_script("base_train", *args, "--num_iterations=2", "--warmdown_ratio=0")
     checkpoints = base / "runs" / "a" / "checkpoints"
     # one thing after the other finds no room; each time the newest checkpoint stays, and nothing half done beside it
-    starts = ((8, "--save_every=-1", "metrics.jsonl"), (24, "--save_every=4", "checkpoints/step_000004"))
-    for limit, more, named in (*starts, (12, "--sample_every=3", "samples/step_000003.png")):
+    for limit, more, named in (
+        (8, "--save_every=-1", "metrics.jsonl"),
+        (24, "--save_every=4", "checkpoints/step_000004"),
+        (12, "--sample_every=3", "samples/step_000003.png"),
+    ):
         assert named in starved("base_train", *args, more, "--sample_steps=1", kilobytes=limit)
         assert [path.name for path in checkpoints.iterdir()] == ["step_000002"]
-        assert not [*(base / "runs" / "a").glob(".*.*"), *(base / "runs" / "a" / "samples").iterdir()]
+        assert not [*(base / "runs" / "a").glob(".*.*")]
+        assert not [*(base / "runs" / "a" / "samples").iterdir()]
     run_script("base_train", *args, "--save_every=0")
-    assert [step for step, *_ in everything(base, "a", 40)["lines"]] == [*range(1, 41)]
+    assert steps_of(base, "a") == [*range(1, 41)]
 
 
 @pytest.mark.slow
 def test_no_room_for_a_data_set_or_latents(base, tmp_path, run_script):
     starved("prepare_data", "--source=shapes", "--name=mine", kilobytes=100)
     assert {path.name for path in (base / "data").iterdir()} == {".mine.lock", ".tiny.lock", "tiny"}
-    args = ("--data=tiny", f"--autoencoder={make_autoencoder(tmp_path / 'vae')}", "--name=latents")
+    vae = make_autoencoder(tmp_path / "vae")
+    args = ("--data=tiny", f"--autoencoder={vae}", "--name=latents")
     starved("cache_latents", *args, kilobytes=2)
     assert not (base / "data" / "latents").exists()
     run_script("cache_latents", *args)

@@ -29,28 +29,39 @@ def distance(a, b):
 
 
 def collect(images, network, batch_size=64):
-    return features.collect_features(images.__getitem__, in_batches(np.arange(len(images)), batch_size), network)
+    batches = in_batches(np.arange(len(images)), batch_size)
+    return features.collect_features(images.__getitem__, batches, network)
 
 
 @pytest.mark.parametrize("metric", ["fd_classifier", "fd_simclr"])
 def test_the_order_of_distances(metric):
     n = 400
     network = features.load_network(metric, "", "cpu") if metric == "fd_simclr" else make_network()
-    images = draw_shapes(n, seed=0)[0]
+    images, _ = draw_shapes(n, seed=0)
     whole = collect(images, network)
-    halves = [collect(half, network) for half in (images[: n // 2], images[n // 2 :])]
-    blurred = F.avg_pool2d(torch.from_numpy(images).float(), 3, 1, 1).round().to(torch.uint8)
-    noise = torch.randint(256, images.shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    half = collect(images[: n // 2], network)
+    other_half = collect(images[n // 2 :], network)
+    blurred_images = F.avg_pool2d(torch.from_numpy(images).float(), 3, 1, 1).round().to(torch.uint8)
+    blurred = collect(blurred_images.numpy(), network)
+    g = torch.Generator().manual_seed(0)
+    noise_images = torch.randint(256, images.shape, generator=g, dtype=torch.uint8)
+    noise = collect(noise_images.numpy(), network)
     again = distance(whole, collect(images, network, 100))
-    apart = distance(*halves)
-    far = [collect(x.numpy(), network) for x in (blurred, noise)]
-    assert again < 1e-6 < apart < 0.1 * distance(whole, far[0]) < distance(whole, far[1])
-    near, blurry, noisy = (features.compare(metric, x, halves[0]) for x in (halves[1], *far))
+    apart = distance(half, other_half)
+    to_blurred = distance(whole, blurred)
+    assert again < 1e-6 < apart
+    assert apart < 0.1 * to_blurred
+    assert 0.1 * to_blurred < distance(whole, noise)
+    near = features.compare(metric, other_half, half)
+    blurry = features.compare(metric, blurred, half)
+    noisy = features.compare(metric, noise, half)
     assert near[metric] == pytest.approx(apart)
     kernel = metric.replace("fd", "kd")
-    assert abs(near[kernel]) < 0.1 * blurry[kernel] < noisy[kernel]
+    assert abs(near[kernel]) < 0.1 * blurry[kernel]
+    assert 0.1 * blurry[kernel] < noisy[kernel]
     for figure in ("precision", "recall"):
-        assert near[figure] > 0.8 and noisy[figure] < 0.1
+        assert near[figure] > 0.8
+        assert noisy[figure] < 0.1
 
 
 def test_a_perfect_model_of_an_unbalanced_set_scores_as_real_images_do(base):
@@ -58,21 +69,35 @@ def test_a_perfect_model_of_an_unbalanced_set_scores_as_real_images_do(base):
     images, labels = draw_shapes(2400, seed=1)
     kept = (labels == 0) | (np.arange(2400) % 40 < 8)
     with DatasetWriter("head", CLASS_NAMES) as writer:
-        for split, part in (("train", slice(1200)), ("val", slice(1200, 2400))):
+        for split, part in (
+            ("train", slice(1200)),
+            ("val", slice(1200, 2400)),
+        ):
             writer.append(split, images[part][kept[part]], y=labels[part][kept[part]])
-    train, val = open_dataset("head"), open_dataset("head", "val")
-    n, network, known = len(val), make_network(), val.labels(range(len(val)))
+    train = open_dataset("head")
+    val = open_dataset("head", "val")
+    n = len(val)
+    network = make_network()
+    known = val.labels(range(n))
     model = SimpleNamespace(config=SimpleNamespace(num_classes=8))
     codec = SimpleNamespace(data=SimpleNamespace(class_names=CLASS_NAMES))
     samples = ModelSamples(model, None, codec, None)
     samples.in_proportion("head", "train", n)
     chosen = samples.classes
-    assert np.abs(np.bincount(chosen) - np.bincount(train.labels(range(len(train)))) * n / len(train)).max() < 5
+    proportions = np.bincount(train.labels(range(len(train)))) / len(train)
+    assert np.abs(np.bincount(chosen) - n * proportions).max() < 5
     pools = [np.flatnonzero(known == k) for k in range(8)]
-    drawn = [val.images([pools[k][i % len(pools[k])] for i, k in enumerate(x)]) for x in (chosen, np.arange(n) % 8)]
     reference = collect(train.images(range(len(train))), network)
-    found = [distance(collect(x, network), reference) for x in (val.images(range(n)), *drawn)]
-    assert 1.5 * max(found[:2]) < found[2]
+
+    def distance_of(classes):
+        """Of a perfect model: held-out images of these classes."""
+        ids = [pools[k][i % len(pools[k])] for i, k in enumerate(classes)]
+        return distance(collect(val.images(ids), network), reference)
+
+    real = distance(collect(val.images(range(n)), network), reference)
+    in_turn = distance_of(np.arange(n) % 8)
+    assert 1.5 * real < in_turn
+    assert 1.5 * distance_of(chosen) < in_turn
     samples.classes = None
     make_data()
     samples.in_proportion("tiny", "train", 9)
@@ -92,20 +117,23 @@ classifier_of = lambda name: classifier.get_classifier(open_dataset(name), open_
 )
 def test_what_a_set_gives_is_computed_once_and_again_if_it_changed(base, monkeypatch, module, computes, of, file):
     """By the hashes of its files, which are verified before: nothing is learned from damaged images."""
-    computations, compute = [], getattr(module, computes)
+    computations = []
+    compute = getattr(module, computes)
     monkeypatch.setattr(module, computes, lambda *args: computations.append(1) or compute(*args))
     monkeypatch.setattr(classifier, "MIN_TRAINED", 100)
     make_data()
     folder = base / "data" / "tiny"
     before = {*folder.iterdir()}
-    assert torch.equal(of("tiny"), of("tiny")) and len(computations) == 1
+    assert torch.equal(of("tiny"), of("tiny"))
+    assert len(computations) == 1
     assert {*folder.iterdir()} == before | {folder / file}
     image = folder / "train_images_000.npy"
     intact = image.read_bytes()
     image.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
     (folder / file).unlink()
     refused("train_images_000.npy is damaged", of, "tiny")
-    assert len(computations) == 1 and not (folder / file).exists()
+    assert len(computations) == 1
+    assert not (folder / file).exists()
     image.write_bytes(intact)
     of("tiny")
     assert len(computations) == 2
@@ -120,22 +148,30 @@ def test_what_a_set_gives_is_computed_once_and_again_if_it_changed(base, monkeyp
 
 def test_features_are_those_of_one_network_in_a_file_of_reference_statistics(base):
     make_data()
-    dataset, network = open_dataset("tiny"), make_network()
-    found, other = (features.reference_features(dataset, n) for n in (network, make_network(seed=1)))
+    dataset = open_dataset("tiny")
+    network = make_network()
+    found = features.reference_features(dataset, network)
+    other = features.reference_features(dataset, make_network(seed=1))
     assert not torch.equal(found.mu, other.mu)
     read = features.load_stats(dataset.path / "stats_classifier_train.npz", network.num_features)
-    assert torch.equal(read.mu, other.mu) and torch.equal(read.sigma, other.sigma)
+    assert torch.equal(read.mu, other.mu)
+    assert torch.equal(read.sigma, other.sigma)
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):
     make_data()
     monkeypatch.setattr(cache, "writing", Mock(side_effect=OSError(30, "Read-only file system")))
-    assert features.reference_features(open_dataset("tiny"), make_network()).some.shape == (24, 32)
+    reference = features.reference_features(open_dataset("tiny"), make_network())
+    assert reference.some.shape == (24, 32)
     assert "cannot be written" in capsys.readouterr().out
 
 
 def test_a_model_of_latents_is_compared_with_the_images_they_are_of(monkeypatch):
-    sets = {"sd": {"kind": "latents", "latents": {"source": "photos"}}, "photos": {"kind": "images"}}
+    sets = {
+        "sd": {"kind": "latents", "latents": {"source": "photos"}},
+        "photos": {"kind": "images"},
+    }
     opened = lambda name, split: SimpleNamespace(meta=sets[name], name=name, split=split, channels=3)
     monkeypatch.setattr(features, "open_dataset", opened)
-    assert all(vars(features.image_set(name, "val")) == vars(opened("photos", "val")) for name in sets)
+    for source in sets:
+        assert features.image_set(source, "val") == opened("photos", "val")

@@ -7,6 +7,7 @@ import torch
 from conftest import refused
 from test_base_train import TINY, losses, tiny  # noqa: F401 (tiny is a fixture)
 from tiny_runs import assert_ranks_agree, assert_resumes
+from torch.testing import assert_close
 
 from nanodiff.common import make_generator
 from nanodiff.conditions import Conditioned
@@ -31,12 +32,14 @@ class Perfect:
 
     def __call__(self, x_t, model_t, y):
         t = model_t.view(-1, 1) / 1000
-        squares = (x_t[:, None] - (1 - t)[:, :, None, None, None] * IMAGES).flatten(2).square().sum(2)  # (N, 2)
+        distance = x_t[:, None] - (1 - t)[:, :, None, None, None] * IMAGES
+        squares = distance.flatten(2).square().sum(2)  # (N, 2)
         null = torch.softmax(-squares / (2 * t**2), dim=1)  # how likely each image is where y is NULL
         known = torch.nn.functional.one_hot(y.clamp(max=1), 2).float()
         x0_of = lambda weights: (weights[:, :, None, None, None] * IMAGES).sum(1)  # E[x0 | x_t, y]
         x0 = x0_of(torch.where((y == NULL)[:, None], null, known))
-        v, v_null = ((x_t - x) / t[:, :, None, None] for x in (x0, x0_of(null)))
+        v = (x_t - x0) / t[:, :, None, None]
+        v_null = (x_t - x0_of(null)) / t[:, :, None, None]
         return v_null + self.scale * (v - v_null)
 
 
@@ -44,7 +47,8 @@ def rows(n=64):
     g = make_generator(0)
     y = torch.randint(0, NULL, (n,), generator=g)
     t = 0.1 + 0.8 * torch.rand(n, generator=g)
-    return IMAGES[y], t, torch.randn(n, 2, 1, 1, generator=g), y
+    noise = torch.randn(n, 2, 1, 1, generator=g)
+    return IMAGES[y], t, noise, y
 
 
 def test_the_loss_is_least_where_the_model_is_guided():
@@ -54,22 +58,31 @@ def test_the_loss_is_least_where_the_model_is_guided():
     inside = (t > 0.3) & (t < 0.7)
     guided = process.losses(Perfect(3.0), x0, t, noise, {"y": y}, TRAINING)["loss"]
     plain = process.losses(Perfect(), x0, t, noise, {"y": y}, TRAINING)["loss"]
-    assert guided[inside].max() < 1e-8 < 1e-3 < plain[inside].max()
-    assert plain[~inside].max() < 1e-8 < 1e-3 < guided[~inside].max()
-    learned, perfect = torch.zeros_like(x0, requires_grad=True), Perfect()
-    model = lambda x_t, t, y: perfect(x_t, t, y) + (learned if (y != NULL).all() else 0)
+    assert guided[inside].max() < 1e-8
+    assert plain[inside].max() > 1e-3
+    assert plain[~inside].max() < 1e-8
+    assert guided[~inside].max() > 1e-3
+    learned = torch.zeros_like(x0, requires_grad=True)
+    perfect = Perfect()
+
+    def model(x_t, t, y):
+        is_null = (y == NULL).any()
+        return perfect(x_t, t, y) + (0 if is_null else learned)
+
     model.config = perfect.config
     process.losses(model, x0, t, noise, {"y": y}, TRAINING)["loss"].sum().backward()
-    x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * noise
+    share = t.view(-1, 1, 1, 1)
+    x_t = (1 - share) * x0 + share * noise
     added = Perfect(3.0)(x_t, 1000 * t, y) - perfect(x_t, 1000 * t, y)
-    torch.testing.assert_close(learned.grad[inside], -added[inside] / 3, rtol=1e-3, atol=1e-4)  # 1 / cfg_scale of it
+    assert_close(learned.grad[inside], -added[inside] / 3, rtol=1e-3, atol=1e-4)  # 1 / cfg_scale of it
 
 
 def test_scale_1_and_unlabelled_rows_have_the_plain_loss():
     x0, t, noise, y = rows()
     guided = FlowMatching(guided_from=0.0)
     plain = FlowMatching().losses(Perfect(2.0), x0, t, noise, {"y": y})["loss"]
-    assert torch.equal(guided.losses(Perfect(2.0), x0, t, noise, {"y": y}, TRAINING)["loss"], plain)
+    at_scale_1 = guided.losses(Perfect(2.0), x0, t, noise, {"y": y}, TRAINING)["loss"]
+    assert torch.equal(at_scale_1, plain)
     y[:] = NULL
     losses = []
     for guided.cfg_scale in (1.0, 5.0):
@@ -79,11 +92,22 @@ def test_scale_1_and_unlabelled_rows_have_the_plain_loss():
 
 def test_an_untrained_map_is_its_flow_model():
     """Whatever r is; and where all paths are straight, as of a single image, that is the exact map."""
-    config = dict(image_size=8, in_channels=3, out_channels=3, patch_size=4, width=64, depth=1, heads=4, num_classes=0)
-    flow, student = DiT(DiTConfig(**config)), DiT(DiTConfig(**config, flow_map=True))
+    config = dict(
+        image_size=8,
+        in_channels=3,
+        out_channels=3,
+        patch_size=4,
+        width=64,
+        depth=1,
+        heads=4,
+        num_classes=0,
+    )
+    flow = DiT(DiTConfig(**config))
+    student = DiT(DiTConfig(**config, flow_map=True))
     student.init_weights(make_generator(0))
     torch.nn.init.normal_(student.final.linear.weight, generator=make_generator(1))  # zero would hide all
-    flow.load_state_dict({k: v for k, v in student.state_dict().items() if not k.startswith("h_embed")})
+    shared = {k: v for k, v in student.state_dict().items() if not k.startswith("h_embed")}
+    flow.load_state_dict(shared)
     x0, noise = torch.randn(2, 64, 3, 8, 8)
     t = torch.rand(64)
     process = FlowMap("x0")
@@ -91,32 +115,45 @@ def test_an_untrained_map_is_its_flow_model():
     v = FlowMatching("x0").velocity(flow, x0, t)
     for r in (t, 0 * t, 0.3 * t):
         assert torch.equal(process.velocity(student, x0, t, r), v)
-    assert (process.losses(student, x0, t, noise, {})["loss"] > 0).all()  # that of validation is the data's
+    validation = process.losses(student, x0, t, noise, {})  # is the data's
+    assert (validation["loss"] > 0).all()
     used = []
     student.register_forward_pre_hook(lambda _, args: used.append(args[1]))
     reported = process.losses(student, x0, t, noise, {}, TRAINING)["t"]  # for means by quarter of t
-    assert torch.equal(1000 * reported, used[-1]) and (reported != t).any()
+    assert torch.equal(1000 * reported, used[-1])
+    assert (reported != t).any()
     straight = lambda x_t, t, h=None: (x_t - x0[:1]) / (t.view(-1, 1, 1, 1) / 1000)
     process = FlowMap()
     process.learn_from(SimpleNamespace(process=FlowMatching(), model=straight))
-    assert (process.losses(straight, x0[:1].expand_as(x0), t, noise, {}, TRAINING)["loss"] < 1e-6).all()
+    one_image = x0[:1].expand_as(x0)
+    exact = process.losses(straight, one_image, t, noise, {}, TRAINING)
+    assert (exact["loss"] < 1e-6).all()
 
 
 def test_the_teacher_is_asked_for_its_own_classes():
     """By name, whatever their numbers here, and for its own null class."""
-    teacher = SimpleNamespace(process=FlowMatching(), model=Perfect(), class_names=["a", "b"], why_unguided="")
+    teacher = SimpleNamespace(
+        process=FlowMatching(),
+        model=Perfect(),
+        class_names=["a", "b"],
+        why_unguided="",
+    )
     vars(teacher).update(source="t", device="cpu")
     process = FlowMap(cfg_scale=3.0)
     teach(process, teacher, Conditioned(num_classes=1), ["b"])
-    x, t = torch.randn(2, 2, 1, 1), torch.full((2,), 0.5)
-    asked = process.teacher_velocity({"y": torch.tensor([0, 1])}, x, t.view(-1, 1, 1, 1))
-    torch.testing.assert_close(asked, Perfect(3.0)(x, 1000 * t, torch.tensor([1, NULL])))
+    x = torch.randn(2, 2, 1, 1)
+    t = torch.full((2,), 0.5)
+    cond = {"y": torch.tensor([0, 1])}
+    v = process.teacher_velocity(cond, x, t.view(-1, 1, 1, 1))
+    expected = Perfect(3.0)(x, 1000 * t, torch.tensor([1, NULL]))
+    assert_close(v, expected)
     asked = (teach, process, teacher, Conditioned(num_classes=2), ["b", "c"])
     refused("'c' of the 2 classes here is not among the 2", *asked)
     refused(r"takes {.y.: .*; the conditions here are {}", teach, process, teacher, Conditioned(), [])
 
 
-MEAN, STD = 0.5, 0.3
+MEAN = 0.5
+STD = 0.3
 spread = lambda t: ((1 - t) ** 2 * STD**2 + t**2) ** 0.5
 
 
@@ -134,33 +171,47 @@ def velocity(x, model_t):
 @pytest.mark.parametrize("shift", [1.0, 1.3, 6.0])
 def test_a_jump_is_taught_from_where_another_lands(shift):
     """Whatever the shift. And with exact jumps the teacher lands where the flow does: within 1.5%."""
-    process, calls = FlowMap(timestep_shift=shift), []
+    process = FlowMap(timestep_shift=shift)
+    calls = []
     process.learn_from(SimpleNamespace(process=FlowMatching(), model=velocity))
 
     def exact(x, model_t, h):
-        t, r = (y.view(-1, 1, 1, 1) for y in (model_t / 1000, model_t / 1000 - h / 50))
-        calls.append({(round(a, 3), round(b, 3)) for a, b in zip(t.flatten().tolist(), r.flatten().tolist())})
+        t = model_t.view(-1, 1, 1, 1) / 1000
+        r = t - h.view(-1, 1, 1, 1) / 50
+        pairs = zip(t.flatten().tolist(), r.flatten().tolist())
+        calls.append({(round(a, 3), round(b, 3)) for a, b in pairs})
         return (x - exact_map(x, t, r)) / (t - r).clamp(min=1e-9)
 
-    x0, noise = MEAN + STD * torch.randn(999, 1, 1, 1), torch.randn(999, 1, 1, 1)
-    jumps = lambda like: torch.rand(like.shape) * torch.tensor([1, 1, 0.8]) + torch.tensor([0, 0, 0.2])  # none is short
-    losses = process.losses(exact, x0, torch.rand(999), noise, {}, Training(0.0, jumps))["loss"]
+    x0 = MEAN + STD * torch.randn(999, 1, 1, 1)
+    noise = torch.randn(999, 1, 1, 1)
+    spans = torch.tensor([1, 1, 0.8])
+    starts = torch.tensor([0, 0, 0.2])  # no jump is short
+    training = Training(0.0, lambda like: torch.rand(like.shape) * spans + starts)
+    losses = process.losses(exact, x0, torch.rand(999), noise, {}, training)["loss"]
     learned, used = calls
-    assert {(t, m) for t, m in used if m < t} <= learned and losses.mean() < 0.0005
+    assert {(t, m) for t, m in used if m < t} <= learned
+    assert losses.mean() < 0.0005
 
 
 def test_the_map_of_gaussian_data():
     """One, two and four jumps have its mean and deviation, and each lands where the flow does."""
     torch.manual_seed(0)
-    hidden = [torch.nn.Linear(2, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64), torch.nn.SiLU()]
+    hidden = [
+        torch.nn.Linear(2, 64),
+        torch.nn.SiLU(),
+        torch.nn.Linear(64, 64),
+        torch.nn.SiLU(),
+    ]
     layers = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 2))
 
     def student(x, model_t, h=None, time=None):  # u = a(t, h) x + b(t, h), as the map of Gaussian data is
         h = torch.zeros_like(model_t) if h is None else h
-        a, b = layers(torch.stack([model_t / 1000, h / 50], dim=1))[:, :, None, None, None].unbind(1)
+        times = torch.stack([model_t / 1000, h / 50], dim=1)
+        a, b = layers(times)[:, :, None, None, None].unbind(1)
         return a * x + b
 
-    process, g = FlowMap(), make_generator(0)
+    process = FlowMap()
+    g = make_generator(0)
     process.learn_from(SimpleNamespace(process=FlowMatching(), model=velocity))
     adam = torch.optim.Adam(layers.parameters(), lr=5e-3)
     for step in range(1500):
@@ -170,16 +221,28 @@ def test_the_map_of_gaussian_data():
         t = torch.rand(512, generator=g)
         rand = lambda like: torch.rand(like.shape, generator=g)
         adam.zero_grad()
-        process.losses(student, x0, t, noise, {}, Training(step / 1500, rand))["loss"].mean().backward()
+        losses = process.losses(student, x0, t, noise, {}, Training(step / 1500, rand))
+        losses["loss"].mean().backward()
         adam.step()
     z = torch.linspace(-1.5, 1.5, 9).view(-1, 1, 1, 1)
     with torch.no_grad():
-        for t, r in [(1.0, 0.0), (1.0, 0.5), (0.5, 0.0), (0.8, 0.3)]:
+        for t, r in [
+            (1.0, 0.0),
+            (1.0, 0.5),
+            (0.5, 0.0),
+            (0.8, 0.3),
+        ]:
             x = (1 - t) * MEAN + spread(t) * z
-            full = torch.full((9,), t)
-            landed = x - (t - r) * process.velocity(student, x, full, torch.full((9,), r))
-            torch.testing.assert_close(landed, exact_map(x, t, r), rtol=0, atol=0.03)
-        for sampler, steps in (("map", 1), ("map", 2), ("map", 4), ("heun", 20)):
+            start = torch.full((9,), t)
+            end = torch.full((9,), r)
+            landed = x - (t - r) * process.velocity(student, x, start, end)
+            assert_close(landed, exact_map(x, t, r), rtol=0, atol=0.03)
+        for sampler, steps in (
+            ("map", 1),
+            ("map", 2),
+            ("map", 4),
+            ("heun", 20),
+        ):
             out = process.sample(student, z, steps, sampler)
             assert out.mean().item() == pytest.approx(MEAN, rel=0.03)
             assert (out.std() / z.std()).item() == pytest.approx(STD, rel=0.03)
@@ -203,7 +266,8 @@ def test_a_resumed_run_is_bit_identical(tiny, run_script, more):  # noqa: F811
 
 
 def test_a_map_keeps_its_teacher_when_that_is_trained_on(tiny, run_script):  # noqa: F811
-    source, its_map = (*TINY, "--model_tag=source"), (*TINY, *MAP, "--model_tag=map", "--num_iterations=1")
+    source = (*TINY, "--model_tag=source")
+    its_map = (*TINY, *MAP, "--model_tag=map", "--num_iterations=1")
     run_script("base_train", *source)
     teacher = run_script("base_train", *its_map)["teacher"]
     run_script("base_train", *source, "--num_iterations=9", "--resume=changed", "--save_every=1")  # prunes others
@@ -218,15 +282,19 @@ def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):  # noqa:
 def test_guidance_in_the_loss_starts_where_it_should(tiny, run_script):  # noqa: F811
     """Until then the run is the plain one, bit for bit; and a validation loss is plain to the end."""
     run_script("base_train", *TINY, "--model_tag=plain", "--cfg_scale=3")
-    more = ("--save_every=3", "--checkpoints_kept=-1")
-    run_script("base_train", *TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5", *more)
-    plain, guided = losses(tiny, "plain"), losses(tiny, "guided")
-    assert guided[:3] == plain[:3] and guided[3] != plain[3]
-    assert [load_run("guided", "cpu", step).why_unguided == "" for step in ("3", "6")] == [True, False]
+    saves = ("--save_every=3", "--checkpoints_kept=-1")
+    guided_run = (*TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5", *saves)
+    run_script("base_train", *guided_run)
+    plain = losses(tiny, "plain")
+    guided = losses(tiny, "guided")
+    assert guided[:3] == plain[:3]
+    assert guided[3] != plain[3]
+    assert load_run("guided", "cpu", "3").why_unguided == ""
+    assert load_run("guided", "cpu", "6").why_unguided != ""
     run_script("base_train", *TINY, "--model_tag=copy", "--init_from=guided", "--num_iterations=0")
     assert load_run("copy", "cpu").why_unguided
-    longer = (*TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5", *more, "--num_iterations=60")
-    refused("has learned guidance by step 6", run_script, "base_train", *longer, "--resume=changed")
+    longer = ("--num_iterations=60", "--resume=changed")
+    refused("has learned guidance by step 6", run_script, "base_train", *guided_run, *longer)
 
 
 def test_samples_of_both_are_unguided_by_default(tiny, run_script, more, capsys):  # noqa: F811
@@ -236,7 +304,8 @@ def test_samples_of_both_are_unguided_by_default(tiny, run_script, more, capsys)
     capsys.readouterr()
     images = loaded.sample(num_images=2, cfg_scale=7.0)
     assert "has learned guidance" in capsys.readouterr().out
-    assert (images == loaded.sample(num_images=2, cfg_scale=1.0)).all() and capsys.readouterr().out == ""
+    assert (images == loaded.sample(num_images=2, cfg_scale=1.0)).all()
+    assert capsys.readouterr().out == ""
     if more == MAP:
         assert (images == loaded.sample(num_images=2, steps=4, sampler="map")).all()
         assert (images != loaded.sample(num_images=2, steps=4, sampler="heun")).any()

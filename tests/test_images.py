@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import refused
 from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop, report, write
+from numpy.testing import assert_array_equal
 from PIL import Image, ImageOps
 from processes import FORK, run_process
 
@@ -26,11 +27,21 @@ from nanodiff.prepare.labels import Place, classify, val_mask
 pytestmark = pytest.mark.usefixtures("base")
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (33, 71), (10, 12), (64, 64), (150, 131)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (16, 16),
+        (33, 71),
+        (10, 12),
+        (64, 64),
+        (150, 131),
+    ],
+)
 def test_crop_is_that_of_adm(shape):
     array = noise(*shape)
-    found = decode(encode_png(array), [[16, 16]])[0].transpose(1, 2, 0)
-    np.testing.assert_array_equal(found, reference_crop(Image.fromarray(array), 16))
+    found = decode(encode_png(array), [[16, 16]])[0]
+    expected = reference_crop(Image.fromarray(array), 16)
+    assert_array_equal(found.transpose(1, 2, 0), expected)
 
 
 def test_folder_of_classes_and_the_held_out_share(tmp_path):
@@ -38,38 +49,50 @@ def test_folder_of_classes_and_the_held_out_share(tmp_path):
     ordered = chw([arrays[k] for k in sorted(arrays)])
     prepare(tmp_path / "in", val_fraction=0)
     images, labels = everything()
-    np.testing.assert_array_equal(images, ordered)
-    assert labels.tolist() == [0] * 10 + [1] * 10 and open_dataset("toy").class_names == ["cat", "dog"]
+    assert_array_equal(images, ordered)
+    assert labels.tolist() == [0] * 10 + [1] * 10
+    assert open_dataset("toy").class_names == ["cat", "dog"]
     refused("no split 'val'", open_dataset, "toy", "val")
     prepare(tmp_path / "in", val_fraction=0.25, seed=4)
     mask = val_mask(labels, 0.25, seed=4)
-    assert mask.sum() == 5 and not np.array_equal(mask, val_mask(labels, 0.25, seed=5))
-    np.testing.assert_array_equal(everything()[0], ordered[~mask])
-    np.testing.assert_array_equal(everything(split="val")[0], ordered[mask])
+    assert mask.sum() == 5
+    assert not np.array_equal(mask, val_mask(labels, 0.25, seed=5))
+    assert_array_equal(everything()[0], ordered[~mask])
+    assert_array_equal(everything(split="val")[0], ordered[mask])
     for share in (0.1, 0.5, 0.9):  # never the last image of a class
         classes = np.array([0, 1, 1, 2] + 9 * [3])
-        assert {*classes[~val_mask(classes, share, seed=4)]} == {0, 1, 2, 3}
+        training = classes[~val_mask(classes, share, seed=4)]
+        assert {*training} == {0, 1, 2, 3}
 
 
 def test_colours_of_all_kinds_become_rgb(tmp_path):
-    gray, rgb = noise(8, 8)[..., :1], noise(8, 8, 1)
-    bright, palette = gray > 99, Image.fromarray(rgb).quantize(200)
+    gray = noise(8, 8)[..., :1]
+    rgb = noise(8, 8, 1)
+    bright = gray > 99
+    palette = Image.fromarray(rgb).quantize(200)
+    alpha = 255 * bright.astype(np.uint8)
     pictures = {  # name: what is saved, what it is
-        "a.png": (Image.fromarray(gray[..., 0]), gray),
-        "b.png": (Image.fromarray(gray[..., 0].astype(np.uint16) * 257), gray),
+        "a.png": (gray[..., 0], gray),
+        "b.png": (gray[..., 0].astype(np.uint16) * 257, gray),
         "c.tif": (Image.fromarray(rgb).convert("CMYK"), rgb),
         "d.gif": (palette, np.asarray(palette.convert("RGB"))),
-        "e.png": (Image.fromarray(np.dstack([rgb, 255 * bright.astype(np.uint8)])), np.where(bright, rgb, 255)),
-        "f.png": (Image.fromarray(bright[..., 0]), 255 * bright),
+        "e.png": (np.dstack([rgb, alpha]), np.where(bright, rgb, 255)),
+        "f.png": (bright[..., 0], 255 * bright),
     }
     (tmp_path / "in").mkdir()
-    for name, (picture, _) in pictures.items():
+    expected = []
+    for name, (picture, array) in pictures.items():
+        if isinstance(picture, np.ndarray):
+            picture = Image.fromarray(picture)
         picture.save(tmp_path / "in" / name)
-    frames = [Image.fromarray(x[..., 0]) for x in (gray, 255 - gray)]
-    frames[0].save(tmp_path / "in" / "g.gif", save_all=True, append_images=frames[1:])  # the first frame
+        expected.append(np.broadcast_to(array, (8, 8, 3)))
+    first = Image.fromarray(gray[..., 0])
+    second = Image.fromarray(255 - gray[..., 0])
+    first.save(tmp_path / "in" / "g.gif", save_all=True, append_images=[second])
+    expected.append(np.broadcast_to(gray, (8, 8, 3)))
     prepare(tmp_path / "in", val_fraction=0)
-    expected = [np.broadcast_to(rgb, (8, 8, 3)) for rgb in (*(array for _, array in pictures.values()), gray)]
-    np.testing.assert_array_equal(everything()[0], chw(expected))
+    images, _ = everything()
+    assert_array_equal(images, chw(expected))
     assert open_dataset("toy").num_classes == 0
 
 
@@ -79,17 +102,24 @@ def test_exif_orientation(orientation, kind):
     image = Image.fromarray(noise(8, 16))
     exif = image.getexif()
     exif[0x0112] = orientation
-    image.save(file := io.BytesIO(), kind, exif=exif)
-    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))))
-    np.testing.assert_array_equal(decode(file.getvalue(), [])[0].transpose(1, 2, 0), expected)
-    assert aspect_ratio(file.getvalue()) == expected.shape[1] / expected.shape[0]
+    file = io.BytesIO()
+    image.save(file, kind, exif=exif)
+    data = file.getvalue()
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    found = decode(data, [])[0]
+    assert_array_equal(found.transpose(1, 2, 0), expected)
+    assert aspect_ratio(data) == expected.shape[1] / expected.shape[0]
 
 
 def test_unreadable_files_are_skipped_and_named(tmp_path):
     """Also in an archive, whose files have no path; a program in PostScript is text to us, whatever it is called."""
     arrays = make_folder(tmp_path / "in")
     png = encode_png(noise(8, 8))
-    files = {"empty.jpg": b"", "text.jpg": b"<html>404</html>", "cut.png": png[: len(png) // 2]}
+    files = {
+        "empty.jpg": b"",
+        "text.jpg": b"<html>404</html>",
+        "cut.png": png[: len(png) // 2],
+    }
     files["eps.jpg"] = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n"
     for name, data in files.items():
         (tmp_path / "in" / "cat" / name).write_bytes(data)
@@ -100,13 +130,21 @@ def test_unreadable_files_are_skipped_and_named(tmp_path):
         skipped = (open_dataset("toy").path / "skipped.txt").read_text().splitlines()
         reasons = dict(line.replace("'", "").removeprefix("cat/").split(": ", 1) for line in skipped)
         assert reasons.keys() == {*files, "float.tif"}
-        assert "PNG" in reasons["text.jpg"] and "unknown" in reasons["float.tif"]
+        assert "PNG" in reasons["text.jpg"]
+        assert "unknown" in reasons["float.tif"]
         assert reasons["eps.jpg"] == reasons["text.jpg"]
-        assert "  all 13 images: cat 9, dog 4\n" in out and "skipped 5 unreadable" in out
+        assert "  all 13 images: cat 9, dog 4\n" in out
+        assert "skipped 5 unreadable" in out
         assert "enlarged, as smaller than the resolution: 8 images" in out
 
 
-FAULTS = [MemoryError(), *(OSError(code, "no luck") for code in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES))]
+FAULTS = [
+    MemoryError(),
+    OSError(errno.EIO, "no luck"),
+    OSError(errno.ESTALE, "no luck"),
+    OSError(errno.EMFILE, "no luck"),
+    OSError(errno.EACCES, "no luck"),
+]
 
 
 @pytest.mark.parametrize("buckets", [False, True])
@@ -122,7 +160,8 @@ def test_a_fault_of_the_machine_ends_the_preparation(tmp_path, monkeypatch, faul
         return open_image(payload)
 
     settings = {"resolution": 16, "val_fraction": 0, "aspect_buckets": buckets}
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="an image" if buckets else "dog/2.png") as error:
+    culprit = "an image" if buckets else "dog/2.png"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=culprit) as error:
         patch.setattr(decoding, "open_image", failing)
         prepare(tmp_path / "in", **settings)
     assert error.value.errno == getattr(fault, "errno", errno.ENOMEM)
@@ -154,12 +193,16 @@ def test_what_images_lose_is_counted(tmp_path):
         frames[0].save(tmp_path / "in" / name, save_all=True, append_images=frames[1:])
     for name in ("clear.png", "clear.webp"):
         clear.save(tmp_path / "in" / name, lossless=True)
-    for background, value in (("white", 255), ("black", 0)):
+    for background, value in (
+        ("white", 255),
+        ("black", 0),
+    ):
         out = report(tmp_path / "in", val_fraction=0, background=background)
         assert "16 bits cut to the upper 8 (an .npy keeps all): 4 images\n" in out
         assert "first of several frames: 3 images\n" in out
         assert f"transparency became {background}: 2 images\n" in out
-        assert (everything()[0][:2, :, 0, 0] == value).all()
+        images, _ = everything()
+        assert (images[:2, :, 0, 0] == value).all()
 
 
 def test_sprites_scaled_by_nearest_keep_their_pixels(tmp_path):
@@ -169,7 +212,7 @@ def test_sprites_scaled_by_nearest_keep_their_pixels(tmp_path):
     sprite.save(tmp_path / "in" / "a.png")
     report(tmp_path / "in", resolution=24, scaling="nearest", val_fraction=0)
     expected = np.asarray(sprite.convert("RGB")).repeat(3, 0).repeat(3, 1)
-    np.testing.assert_array_equal(everything()[0], chw([expected]))
+    assert_array_equal(everything()[0], chw([expected]))
 
 
 def test_values_that_fill_little_of_their_range_are_named(tmp_path):
@@ -206,8 +249,11 @@ FLAT = ["cat_2.png", "dog_1.png", "dog_3_x.png"]
     ],
 )
 def test_classify(names, labels, class_names, numbers, splits):
-    label = (lambda name: name.split("_")[0]) if labels == "file" else lambda name: ""
-    places = [Place(("", *os.path.dirname(name).split("/")), label(name), name) for name in names]
+    places = []
+    for name in names:
+        folders = os.path.dirname(name).split("/")
+        label = name.split("_")[0] if labels == "file" else ""
+        places.append(Place(("", *folders), label, name))
     assert classify(places, labels) == class_names
     assert [place.split for place in places] == splits
     assert [place.number for place in places if place.split is not None] == numbers
@@ -215,15 +261,19 @@ def test_classify(names, labels, class_names, numbers, splits):
 
 def test_edm_zip(tmp_path):
     arrays = {f"00000/img{i:08d}.png": noise(8, 8, i) for i in range(4)}
-    for table, classes in (([[k, i % 3] for i, k in enumerate(arrays)], 3), (None, 0)):
+    for table, classes, numbers in (
+        ([[k, i % 3] for i, k in enumerate(arrays)], 3, [0, 1, 2, 0]),
+        (None, 0, [0, 0, 0, 0]),
+    ):
         with zipfile.ZipFile(tmp_path / "edm.zip", "w") as z:
             for k, a in arrays.items():
                 z.writestr(k, encode_png(a))
             z.writestr("dataset.json", json.dumps({"labels": table}))
         prepare(tmp_path / "edm.zip", val_fraction=0)
-        np.testing.assert_array_equal(everything()[0], chw(arrays.values()))
+        images, labels = everything()
+        assert_array_equal(images, chw(arrays.values()))
         assert open_dataset("toy").num_classes == classes
-        assert everything()[1].tolist() == ([0, 1, 2, 0] if classes else [0] * 4)
+        assert labels.tolist() == numbers
 
 
 CSV = {
@@ -246,14 +296,16 @@ WRONG_CSV = {
 
 
 def test_labels_from_a_table(tmp_path):
-    three, file = tmp_path / "in", tmp_path / "a.csv"
+    three = tmp_path / "in"
+    file = tmp_path / "a.csv"
     for i, name in enumerate(("0.png", "2.png", "x/1.png")):  # sorted by name
         write(three / name, encode_png(noise(8, 8, i)))
     for what, text in CSV.items():
         file.write_text(text)
         out = report(three, labels=str(file), val_fraction=0)
         assert ("1 rows of the table have no file" in out) == (what == "header")
-        assert open_dataset("toy").class_names == ["bat", "owl"] and everything()[1].tolist() == [1, 1, 0]
+        assert open_dataset("toy").class_names == ["bat", "owl"]
+        assert everything()[1].tolist() == [1, 1, 0]
     for text, line in WRONG_CSV.items():
         file.write_text(text)
         refused(line, prepare, three, labels=str(file))
@@ -275,8 +327,10 @@ def test_small_files_of_many_pixels_or_bytes_take_little_memory(tmp_path):
     plain = peak_mb(tmp_path / "in")
     Image.new("1", (10_000, 1)).save(tmp_path / "in" / "line.png", optimize=True)
     assert peak_mb(tmp_path / "in") < plain + 200
-    assert "10000x1 pixels, too thin for 256x256" in (open_dataset("toy").path / "skipped.txt").read_text()
-    with zipfile.ZipFile(archive(tmp_path / "in", "zip", tmp_path / "a.zip"), "a", zipfile.ZIP_DEFLATED) as z:
+    skipped = (open_dataset("toy").path / "skipped.txt").read_text()
+    assert "10000x1 pixels, too thin for 256x256" in skipped
+    packed = archive(tmp_path / "in", "zip", tmp_path / "a.zip")
+    with zipfile.ZipFile(packed, "a", zipfile.ZIP_DEFLATED) as z:
         z.writestr("bomb.png", bytes(300 * 2**20))
     assert peak_mb(tmp_path / "a.zip") < plain + 200
 
@@ -304,6 +358,6 @@ def test_what_archives_decompress_is_limited_whatever_they_claim(tmp_path):
     refused("a.tar is damaged .*a header of 209,715,200 bytes", prepare, tmp_path / "a.tar")
     refused("idx.gz is damaged", prepare, tmp_path / "idx.gz")
     refused("12.npz is packed by bzip2 or LZMA", prepare, tmp_path / "12.npz")
-    peak = tracemalloc.get_traced_memory()[1]
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**26

@@ -20,9 +20,25 @@ from nanodiff.models.unet import UNetConfig
 from nanodiff.safetensors import load_safetensors, save_safetensors
 from nanodiff.training.checkpoint import save_checkpoint
 
-DATA = dict(name="toy", kind="images", channels=3, resolution=8, num_classes=2, class_names=["a", "b"])
-CONFIG = dict(objective="eps", noise_schedule="cosine", num_timesteps=10, variance="fixed_small", gaussian_loss="mse")
-CONFIG |= dict(rescale_timesteps=True, label_drop=0.1, low_res_size=0, sample_steps=10)
+DATA = dict(
+    name="toy",
+    kind="images",
+    channels=3,
+    resolution=8,
+    num_classes=2,
+    class_names=["a", "b"],
+)
+CONFIG = dict(
+    objective="eps",
+    noise_schedule="cosine",
+    num_timesteps=10,
+    variance="fixed_small",
+    gaussian_loss="mse",
+    rescale_timesteps=True,
+    label_drop=0.1,
+    low_res_size=0,
+    sample_steps=10,
+)
 DIT = DiTConfig.from_depth(1, 8, in_channels=3, out_channels=3, num_classes=2, width=8, heads=1)
 CLASSIC = dataclasses.replace(DIT, block="classic")
 UNET = UNetConfig(8, 3, 3, 32, (1, 1), 1, num_res_blocks=1, attention_resolutions=(4,), num_classes=2)
@@ -34,14 +50,23 @@ def write_run(base, tag, model_config=DIT, **config):
     state = build_model(model_config, "cpu", 0).state_dict()
     tensors = {"model": randomise(state, 0), "ema_0.99": randomise(state, 1)}
     arch = {"modern": "dit", "classic": "dit_classic"}.get(getattr(model_config, "block", None), "unet")
-    meta = dict(step=1, arch=arch, config=CONFIG | config, model_config=dataclasses.asdict(model_config), data=DATA)
+    meta = dict(
+        step=1,
+        arch=arch,
+        config=CONFIG | config,
+        model_config=dataclasses.asdict(model_config),
+        data=DATA,
+        ema_rates=[0.99],
+        loop={},
+    )
     (base / "runs" / tag).mkdir(parents=True, exist_ok=True)
-    return save_checkpoint(base / "runs" / tag, 1, tensors, meta | dict(ema_rates=[0.99], loop={}))
+    return save_checkpoint(base / "runs" / tag, 1, tensors, meta)
 
 
 def test_a_damaged_config_is_written_anew(base, run_script, capsys):
     make_data()
-    path = run_script("base_train", *TINY, "--num_iterations=1", "--model_tag=a")["run_dir"] / "config.json"
+    run_dir = run_script("base_train", *TINY, "--num_iterations=1", "--model_tag=a")["run_dir"]
+    path = run_dir / "config.json"
     path.write_text("")
     run_script("base_train", *TINY, "--num_iterations=2", "--resume=changed", "--model_tag=a")
     assert "config.json is damaged" in capsys.readouterr().out
@@ -59,8 +84,13 @@ def test_what_cannot_be_loaded_is_one_line(base, tmp_path):
     wide = build_model(dataclasses.replace(DIT, width=16), "cpu", 0).state_dict()
     save_checkpoint(base / "runs" / "b", 2, {"model": wide, "ema_0.99": wide}, meta | {"step": 2})
     refused("step_000002/ema_0.99.safetensors does not fit this model: .*size mismatch", load_run, "b", "cpu")
-    named, unknown = {name: torch.zeros(2) for name in "abcdefg"}, {"x_embedder.proj.weight": 3}
-    for content, has in (named, ".*it has a, b, c, d, e$"), ([torch.zeros(2)], ""), (unknown, ""):
+    named = {name: torch.zeros(2) for name in "abcdefg"}
+    unknown = {"x_embedder.proj.weight": 3}
+    for content, has in (
+        (named, ".*it has a, b, c, d, e$"),
+        ([torch.zeros(2)], ""),
+        (unknown, ""),
+    ):
         torch.save(content, tmp_path / "a.pt")
         refused(rf"a\.pt holds no model or adapters of ours{has}", load_run, str(tmp_path / "a.pt"), "cpu")
 
@@ -73,7 +103,9 @@ def test_exports_verify_their_tensors(base, run_script):
     tensors, metadata = load_safetensors(path)
     data = path.read_bytes()
     for place in (1, len(data) // 3, len(data) // 2):
-        path.write_bytes(data[:-place] + bytes([data[-place] ^ 64]) + data[len(data) - place + 1 :])
+        damaged = bytearray(data)
+        damaged[-place] ^= 64
+        path.write_bytes(damaged)
         refused("is corrupt: its tensors do not match the SHA-256", load_run, str(path), "cpu")
     assert metadata.pop("sha256")
     save_safetensors(tensors, path, metadata)
@@ -91,12 +123,8 @@ def test_names_may_be_paths_and_what_they_get_wrong_is_named(base):
     for folder in (checkpoint, base / "models"):
         folder.mkdir(exist_ok=True)
         (folder / "model.safetensors").touch()
-        refused(
-            "no run with a checkpoint; to load .* name the file; it has .*model.safetensors",
-            load_run,
-            str(folder),
-            "cpu",
-        )
+        line = "no run with a checkpoint; to load .* name the file; it has .*model.safetensors"
+        refused(line, load_run, str(folder), "cpu")
 
 
 def test_python_chooses_the_dtype_of_the_products(base, monkeypatch):
@@ -104,7 +132,8 @@ def test_python_chooses_the_dtype_of_the_products(base, monkeypatch):
     write_run(base, "a", objective="flow")
     loaded = nanodiff.load("a")
     seen = []
-    monkeypatch.setattr("nanodiff.sampling.loaded.autocast_to", lambda _, dtype: seen.append(dtype) or nullcontext())
+    autocast_to = lambda device, dtype: seen.append(dtype) or nullcontext()
+    monkeypatch.setattr("nanodiff.sampling.loaded.autocast_to", autocast_to)
     for dtype in ("float32", "bfloat16"):
         loaded.sample(num_images=1, steps=1, dtype=dtype)
     assert seen == [torch.float32, torch.bfloat16]
@@ -116,21 +145,32 @@ def test_a_run_of_an_earlier_version_is_named_and_converted(base, run_script):
     before = nanodiff.load("a").sample(num_images=2)
     manifest = json.loads((new / "manifest.json").read_text())
     for name in ("model", "ema_0.99"):
-        torch.save(load_safetensors(new / f"{name}.safetensors")[0], new / f"{name}.pt")
+        tensors, _ = load_safetensors(new / f"{name}.safetensors")
+        torch.save(tensors, new / f"{name}.pt")
         (new / f"{name}.safetensors").unlink()
         manifest[f"{name}.pt"] = manifest.pop(f"{name}.safetensors")
     (new / "manifest.json").write_text(json.dumps(manifest))
-    for use in (lambda: load_run("a", "cpu"), lambda: run_script("base_train", *TINY, "--model_tag=a")):
-        refused("an earlier version; convert it: python -m runs.convert.earlier /", use)
+    line = "an earlier version; convert it: python -m runs.convert.earlier /"
+    refused(line, load_run, "a", "cpu")
+    refused(line, run_script, "base_train", *TINY, "--model_tag=a")
     subprocess.run([sys.executable, "-m", "runs.convert.earlier", new.parents[1]], cwd=ROOT, check=True)
-    assert (nanodiff.load("a").sample(num_images=2) == before).all() and not list(new.glob("model.pt"))
+    assert (nanodiff.load("a").sample(num_images=2) == before).all()
+    assert not list(new.glob("model.pt"))
 
 
-@pytest.mark.parametrize("name, steps", [("cifar10", 13), ("cifar10_map", 4)])
+@pytest.mark.parametrize(
+    "name, steps",
+    [
+        ("cifar10", 13),
+        ("cifar10_map", 4),
+    ],
+)
 def test_the_shipped_weights_are_those_that_their_figures_tell_of(base, name, steps):
     loaded = nanodiff.load(name)
     tensors, metadata = load_safetensors(loaded.path)
     content = b"".join(key.encode() + tensors[key].numpy().tobytes() for key in sorted(tensors))
-    assert hashlib.sha256(content).hexdigest() == json.loads(metadata["release"])["sha256_of_tensors"]
+    release = json.loads(metadata["release"])
+    assert hashlib.sha256(content).hexdigest() == release["sha256_of_tensors"]
     ships = loaded.sample(classes=["ship"], num_images=2, steps=steps // 4 or 1)
-    assert ships.shape == (2, 32, 32, 3) and ships.std() > 20
+    assert ships.shape == (2, 32, 32, 3)
+    assert ships.std() > 20

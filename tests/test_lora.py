@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import refused
 from figures import CONFIGS, filled, inputs
+from torch.testing import assert_close
 
 from nanodiff.conditions import DataInfo
 from nanodiff.data.dataset import DatasetWriter, open_dataset
@@ -30,15 +31,23 @@ KINDS |= {"unet": UNET, "published unet": replace(UNET, channel_mult=(1,), null_
 
 def make_loaded(kind="modern", seed=0):
     """A model with random weights everywhere, as load_run would give it."""
-    data = DataInfo(kind="images", channels=3, resolution=8, num_classes=3, class_names=NAMES)
+    data = DataInfo(
+        kind="images",
+        channels=3,
+        resolution=8,
+        num_classes=3,
+        class_names=NAMES,
+    )
     settings = dict(objective="flow", label_drop=0.1, low_res_size=0)
     path = Path("base.pt")
-    return Loaded(filled(KINDS[kind], seed).eval(), FlowMatching(), settings, data, 0, str(path), "as published", path)
+    model = filled(KINDS[kind], seed).eval()
+    return Loaded(model, FlowMatching(), settings, data, 0, str(path), "as published", path)
 
 
 def train(loaded, path, rank=2, alpha=3.0, targets="all", rows=(), seed=0):
     """Give the adapters random values instead of learned ones, and write them; the model with its adapters."""
-    lora = identity(loaded) | dict(rank=rank, alpha=alpha, classes=[loaded.data.class_names[i] for i in rows])
+    classes = [loaded.data.class_names[i] for i in rows]
+    lora = identity(loaded) | dict(rank=rank, alpha=alpha, classes=classes)
     add_lora(loaded.model, rank, alpha, targets, list(rows), seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -50,24 +59,40 @@ def train(loaded, path, rank=2, alpha=3.0, targets="all", rows=(), seed=0):
 
 def meta_of(loaded):
     arch = "unet" if isinstance(loaded.model.config, UNetConfig) else "dit"
-    meta = dict(step=0, arch=arch, config=loaded.config, model_config=asdict(loaded.model.config), data=loaded.data)
-    return meta | dict(source=loaded.source)
+    meta = dict(
+        step=0,
+        arch=arch,
+        config=loaded.config,
+        model_config=asdict(loaded.model.config),
+        data=loaded.data,
+        source=loaded.source,
+    )
+    return meta
 
 
 def merged_into(loaded, path, scale=1.0):
     """(meta, model) of the adapters in a file, merged into a model."""
-    meta, tensors = merge(meta_of(loaded), loaded.model.state_dict(), *read_file(path, {}), scale)
-    load_weights(model := empty_model(stored_config(meta)), tensors, path, assign=True)
+    adapters = read_file(path, {})
+    meta, tensors = merge(meta_of(loaded), loaded.model.state_dict(), *adapters, scale)
+    model = empty_model(stored_config(meta))
+    load_weights(model, tensors, path, assign=True)
     return meta, model
 
 
 def write(path, lora, loaded):
     """The adapters in a model, as a run saves them."""
-    save_adapters(path.parent, meta_of(loaded) | {"lora": lora, "ema_rates": []}, {"model": loaded.model.state_dict()})
+    meta = meta_of(loaded) | {"lora": lora, "ema_rates": []}
+    save_adapters(path.parent, meta, {"model": loaded.model.state_dict()})
     (path.parent / "adapters" / "step_000000.safetensors").rename(path)
 
 
-@pytest.mark.parametrize("kind, dtype", [("modern", torch.bfloat16), ("unet", torch.float32)])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("modern", torch.bfloat16),
+        ("unet", torch.float32),
+    ],
+)
 def test_new_adapters_leave_every_bit_of_the_output_as_it_was(kind, dtype):
     model = make_loaded(kind).model
     with autocast_to(torch.device("cpu"), dtype):
@@ -83,41 +108,48 @@ def test_merged_weights_give_the_outputs_of_the_adapters(kind, tmp_path):
     base = make_loaded(kind).model(x, t, y)
     _, merged = merged_into(make_loaded(kind), tmp_path / "a.safetensors")
     assert [*merged.state_dict()] == [*make_loaded(kind).model.state_dict()]  # a plain model again
-    torch.testing.assert_close(merged(x, t, y), adapted(x, t, y), rtol=1e-4, atol=1e-5)
+    assert_close(merged(x, t, y), adapted(x, t, y), rtol=1e-4, atol=1e-5)
     assert (merged(x, t, y) - base).abs().max() > 1e-2
 
 
 def test_the_change_is_linear_in_the_scale_and_of_the_rank_that_was_asked_for(tmp_path):
-    train(make_loaded(), path := tmp_path / "a.safetensors", rank=3, rows=[0, 1], seed=1)
+    path = tmp_path / "a.safetensors"
+    train(make_loaded(), path, rank=3, rows=[0, 1], seed=1)
     base = make_loaded().model.state_dict()
 
     def change(scale):
         _, merged = merged_into(make_loaded(), path, scale)
         return {name: x - base[name] for name, x in merged.state_dict().items()}
 
-    assert all((x == 0).all() for x in change(0.0).values())
-    once, back = change(1.0), change(-0.5)
+    for x in change(0.0).values():
+        assert not x.any()
+    once = change(1.0)
+    back = change(-0.5)
     for name, x in once.items():
-        torch.testing.assert_close(back[name], -0.5 * x, rtol=0, atol=2e-6)
+        assert_close(back[name], -0.5 * x, rtol=0, atol=2e-6)
         if x.ndim == 2 and name != "y_embed.weight":
             singular = torch.linalg.svdvals(x.double())
-            assert singular[2] > 1e-3 and singular[3:].max() < 1e-5, name
+            assert singular[2] > 1e-3, name
+            assert singular[3:].max() < 1e-5, name
     assert once["y_embed.weight"].abs().amax(1).gt(0).tolist() == [True, True, False, False]
 
 
 def test_targets_are_the_ends_of_names_as_with_peft():
-    modern, unet = make_loaded().model, make_loaded("unet").model
-    assert find_layers(modern, "qkv, proj") == [f"blocks.{i}.{name}" for i in (0, 1) for name in ("qkv", "proj")]
+    modern = make_loaded().model
+    unet = make_loaded("unet").model
+    layers = ["blocks.0.qkv", "blocks.0.proj", "blocks.1.qkv", "blocks.1.proj"]
+    assert find_layers(modern, "qkv, proj") == layers
     assert find_layers(modern, "blocks.1.ada,patch_embed") == ["patch_embed", "blocks.1.ada"]
     assert len(find_layers(modern, "all")) == 1 + 2 + 2 * 5 + 2
-    assert {name.split(".")[-1] for name in find_layers(unet, "qkv,proj_out")} == {"qkv", "proj_out"}
+    ends = {name.split(".")[-1] for name in find_layers(unet, "qkv,proj_out")}
+    assert ends == {"qkv", "proj_out"}
     accepted = "all, 0, 2, ada, fc1, fc2, linear, patch_embed, proj, qkv"
     refused(f"named 'k_proj'; accepted: {accepted}", find_layers, modern, "qkv,k_proj")
 
 
 def test_the_file_has_the_names_of_peft(tmp_path):
     """As its documentation of the checkpoint format has it: base_model.model, the module, lora_A or lora_B."""
-    train(make_loaded(), tmp_path / "a.safetensors", rank=2, targets="blocks.1.qkv", rows=[1])
+    train(make_loaded(), tmp_path / "a.safetensors", targets="blocks.1.qkv", rows=[1])
     tensors, info = load_safetensors(tmp_path / "a.safetensors")
     assert {name: tuple(x.shape) for name, x in tensors.items()} == {
         "base_model.model.blocks.1.qkv.lora_A.weight": (2, 64),
@@ -138,16 +170,21 @@ def test_a_set_is_seen_with_the_classes_of_a_model(base):
         stored = f"set{len(classes)}{labels[0]}"
         with DatasetWriter(stored, classes) as writer:  # two images of each class, or two unlabelled ones
             n = max(len(classes), 1)
-            writer.append("train", draw_shapes(2 * n, 0, 8)[0], y=[*range(n)] * 2)
+            images, _ = draw_shapes(2 * n, 0, 8)
+            writer.append("train", images, y=[*range(n)] * 2)
         stored = open_dataset(stored, "train")
         seen = stored.seen_by(known)
-        assert seen.class_names == seen.data.class_names == names and seen.num_classes == len(names)
-        assert seen.labels(range(2 * len(labels))).tolist() == labels * 2 and len(seen) == len(stored)
+        assert seen.class_names == names
+        assert seen.data.class_names == names
+        assert seen.num_classes == len(names)
+        assert seen.labels(range(2 * len(labels))).tolist() == labels * 2
+        assert len(seen) == len(stored)
 
 
 def test_without_a_null_class_a_new_one_starts_as_the_mean():
     table = torch.randn(3, 8)
-    assert torch.equal(class_rows(table, NAMES, ["bar", "dots"], 2), torch.stack([table[2], table.mean(0)]))
+    expected = torch.stack([table[2], table.mean(0)])
+    assert torch.equal(class_rows(table, NAMES, ["bar", "dots"], 2), expected)
 
 
 def test_adapters_bring_their_classes_along(base, tmp_path):
@@ -162,15 +199,17 @@ def test_adapters_bring_their_classes_along(base, tmp_path):
     write(tmp_path / "b.safetensors", lora, loaded)
     original = make_loaded().model.y_embed.weight
     meta, merged = merged_into(make_loaded(), tmp_path / "b.safetensors", 2.0)
-    assert meta["data"].class_names == [*NAMES, "cross"] and meta["data"].num_classes == 4
+    assert meta["data"].class_names == [*NAMES, "cross"]
+    assert meta["data"].num_classes == 4
     assert merged.config.num_classes == 4
     change = merged.y_embed.weight - original[[0, 1, 2, 3, 3]]
     expected = torch.tensor([0, 0, 0.5, 0.5, 0])[:, None].expand_as(change)
-    torch.testing.assert_close(change, expected, rtol=0, atol=1e-6)
+    assert_close(change, expected, rtol=0, atol=1e-6)
 
 
 def test_corrupt_and_foreign_files_are_refused(tmp_path):
-    train(make_loaded(), good := tmp_path / "good.safetensors", rank=2, targets="qkv", rows=[1])
+    good = tmp_path / "good.safetensors"
+    train(make_loaded(), good, targets="qkv", rows=[1])
     train(make_loaded(seed=5), tmp_path / "other.safetensors")
     data = good.read_bytes()
     (tmp_path / "flipped.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

@@ -153,29 +153,43 @@ MISTAKES = [
 
 def whole(root):
     """What a mistake must not touch: data sets, checkpoints, and the files beside them."""
-    kept = [*root.glob("*"), *root.glob("data/*/*"), *root.glob("runs/*/checkpoints/*/*")]
+    kept = [
+        *root.glob("*"),
+        *root.glob("data/*/*"),
+        *root.glob("runs/*/checkpoints/*/*"),
+    ]
     return sorted((str(p), p.stat().st_size if p.is_file() else None) for p in kept)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"), MISTAKES, ids=lambda v: " ".join(v[-2:]) if isinstance(v, tuple) else v
-)
+def mistake_name(value):
+    return " ".join(value[-2:]) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(("arguments", "named"), MISTAKES, ids=mistake_name)
 def test_a_mistake_is_one_line_and_leaves_nothing(place, run_script, capsys, arguments, named):
     before = whole(place)
     try:
         run_script(*arguments)
         pytest.fail("nothing was wrong?")
     except UserError as e:  # which the excepthook prints after "error: "
-        message, code = f"error: {e}", 2
+        message = f"error: {e}"
+        code = 2
     except SystemExit as e:
-        message, code = capsys.readouterr().err.strip(), e.code
+        message = capsys.readouterr().err.strip()
+        code = e.code
     gc.collect()  # the frames of the error hold the run's lock, as the process would until its end
-    assert code == 2 and message.startswith("error: ") and "\n" not in message and named in message, message
+    assert code == 2, message
+    assert message.startswith("error: "), message
+    assert "\n" not in message, message
+    assert named in message, message
     assert whole(place) == before
     assert not list(place.rglob(".tmp*"))
 
 
 def test_a_base_folder_that_cannot_be_written(place, run_script, monkeypatch):
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(place / "file" / "under"))
-    for arguments in ((*TRAIN, "--data=shapes"), (*PREPARE, "--source=shapes", "--name=mine")):
+    for arguments in (
+        (*TRAIN, "--data=shapes"),
+        (*PREPARE, "--source=shapes", "--name=mine"),
+    ):
         refused("under", run_script, *arguments)

@@ -29,15 +29,19 @@ from nanodiff.training.log import quartile_sums
 register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 
 CASES = {
-    "flow": {"samplers": 9}, "flow of x0, AdamW": {"objective": "flow_x0", "optimizer": "adamw"},
+    "flow": {"samplers": 9},
+    "flow of x0, AdamW": {"objective": "flow_x0", "optimizer": "adamw"},
     "eps": {"samplers": 9, "objective": "eps", "variance": "learned_range"},
     "x0": {"objective": "x0", "gaussian_loss": "kl"},
-    "v without classes": {"objective": "v", "class_cond": False}, "published DiT": {"arch": "dit_classic"},
+    "v without classes": {"objective": "v", "class_cond": False},
+    "published DiT": {"arch": "dit_classic"},
     "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps", "optimizer": "adamw"},
     "adapters, checkpointing": {"rank": 4, "checkpointing": True},
-    "super-resolution": {"low_res_size": 8}, "cached latents": {"latents": "cached"},
-    "encoded latents": {"latents": "encoded"}, "a mistake": {"mistake": True},
-}  # fmt: skip
+    "super-resolution": {"low_res_size": 8},
+    "cached latents": {"latents": "cached"},
+    "encoded latents": {"latents": "encoded"},
+    "a mistake": {"mistake": True},
+}
 
 
 def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **changes):
@@ -50,15 +54,29 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
 
     config = script_settings("base_train", "--depth=1") | changes
     config["time_input"] = "62.5t"
-    data = conditions.DataInfo(kind="images", channels=3, resolution=16, num_classes=4, class_names=list("abcd"))
+    data = conditions.DataInfo(
+        kind="images",
+        channels=3,
+        resolution=16,
+        num_classes=4,
+        class_names=list("abcd"),
+    )
     stored = torch.zeros(2, 3, 16, 16, dtype=torch.uint8, device=device)
     pixels = codecs.Pixels(data)
     if latents:
         autoencoder.MAX_PIXELS[device.type] = 2**16
-        tiny, kl = autoencoder.TinyAutoencoder, autoencoder.AutoencoderKL
-        vae = moved(tiny(4, False) if latents == "encoded" else kl((8, 8), 1, 4, 4, True))
+        if latents == "encoded":
+            vae = moved(autoencoder.TinyAutoencoder(4, False))
+        else:
+            vae = moved(autoencoder.AutoencoderKL((8, 8), 1, 4, 4, True))
         info = codecs.describe_latents(vae, "") | {"copies": 2}
-        data = replace(data, kind="latents", channels=4, resolution=16 // vae.downsample, latents=info)
+        data = replace(
+            data,
+            kind="latents",
+            channels=4,
+            resolution=16 // vae.downsample,
+            latents=info,
+        )
         pixels = codecs.Latents(data, device)
         pixels.autoencoder = vae
         if latents == "cached":
@@ -66,7 +84,8 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
 
     process = processes.make_process(config, data)
     model_config = build.make_model_config(config, data, process)
-    model = moved((build.UNet if config["arch"] == "unet" else build.DiT)(model_config))
+    backbone = build.UNet if config["arch"] == "unet" else build.DiT
+    model = moved(backbone(model_config))
     model.init_weights(torch.Generator().manual_seed(0))
     num_classes = model_config.num_classes
     if rank:
@@ -74,12 +93,14 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     optimizer = make_optimizer(model, config["optimizer"])
     ema = EMA(model, optimizer)
 
-    u, y = torch.rand(2, device=device), torch.zeros(2, dtype=torch.int64, device="cpu" if mistake else device)
+    u = torch.rand(2, device=device)
+    y = torch.zeros(2, dtype=torch.int64, device="cpu" if mistake else device)
     with unset_fake_temporarily():  # it reads numbers, on the CPU
         timesteps = make_timesteps("auto", process)
     t, weight = timesteps.sample(u)
     noise = torch.randn(2, *pixels.shape, device=device)
-    x0, y = pixels.to_x0(stored, u < 0.5, lambda _: noise), torch.where(u < 0.1, num_classes, y)
+    x0 = pixels.to_x0(stored, u < 0.5, lambda _: noise)
+    y = torch.where(u < 0.1, num_classes, y)
     cond = conditions.conditioning(model_config, {"y": y}, x0)
     terms = process.losses(model, x0, t, noise, cond)
     (terms["loss"] * weight).mean().backward()
@@ -99,7 +120,8 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
             denoiser = guidance.make_denoiser(model, cond, settings)
             generator = common.StackedGenerator(range(2))
             start = generator.randn(noise.shape, device)
-            assert pixels.to_pixels(process.sample(denoiser, start, 3, sampler, generator)).device.type == "cpu"
+            sample = process.sample(denoiser, start, 3, sampler, generator)
+            assert pixels.to_pixels(sample).device.type == "cpu"
 
 
 def print_errors():

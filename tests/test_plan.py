@@ -23,8 +23,16 @@ def fake_turn(arguments, num_steps, ranks):
     model = {"image_size": 8, "patch_size": patch, "depth": depth}
     num_params = 1000 * depth**3
     speed = TRAINED_PER_S / num_params / (8 // patch) ** 2
-    lines = [{"train/dt_ms": 1000 * batch / speed, "train/images_per_sec": speed}] * (bench.WARM_UP + num_steps)
-    return {"run": {"model": model, "num_params": num_params}, "lines": lines, "seconds": 10, "memory_gb": depth / 10}
+    line = {
+        "train/dt_ms": 1000 * batch / speed,
+        "train/images_per_sec": speed,
+    }
+    return {
+        "run": {"model": model, "num_params": num_params},
+        "lines": [line] * (bench.WARM_UP + num_steps),
+        "seconds": 10,
+        "memory_gb": depth / 10,
+    }
 
 
 @pytest.fixture
@@ -54,11 +62,11 @@ def test_a_row_takes_the_minutes_and_counts_tokens_per_parameter(run_plan):
 @pytest.mark.parametrize("minutes", [60, 300, 900, 3000])
 def test_the_deepest_whole_model_is_recommended(run_plan, minutes):
     rows, text = run_plan(f"--minutes={minutes}")
-    depth, patch, steps, batch = (
-        int(x) for x in re.search(r"--depth=(\d+) --patch_size=(\d+) .*=(\d+) --total_batch_size=(\d+) ", text).groups()
-    )
+    command = re.search(r"--depth=(\d+) --patch_size=(\d+) .*=(\d+) --total_batch_size=(\d+) ", text)
+    depth, patch, steps, batch = map(int, command.groups())
     (best,) = [row for row in rows if (row["depth"], row["patch"]) == (depth, patch)]
-    assert (best["steps"], best["batch"]) == (steps, batch)
+    assert best["steps"] == steps
+    assert best["batch"] == batch
     assert best["tokens/parameter"] >= WHOLE
     assert best["tokens/parameter"] * (depth / (depth + 1)) ** 6 < 1.1 * WHOLE  # the next one would not be
     assert len(rows) <= 5
@@ -67,7 +75,8 @@ def test_the_deepest_whole_model_is_recommended(run_plan, minutes):
 def test_what_does_not_run_is_said(run_plan):
     _, text = run_plan("--minutes=60000")
     assert fake_turn.depths == [4, 8, 16]  # at most twice the last
-    assert "depth 16 does not run here: not even one image" in text and "--depth=8 " in text
+    assert "depth 16 does not run here: not even one image" in text
+    assert "--depth=8 " in text
 
 
 def test_shallow_models_are_also_timed_with_larger_patches(run_plan):
@@ -83,7 +92,8 @@ def test_twice_the_minutes_are_twice_the_images(run_plan):
 
 def test_too_little_time_and_too_few_images_are_said(run_plan):
     _, text = run_plan("--minutes=0.1")
-    assert "none gets 8 tokens per parameter: give more minutes" in text and "--num_iterations=1 " in text
+    assert "none gets 8 tokens per parameter: give more minutes" in text
+    assert "--num_iterations=1 " in text
     rows, text = run_plan("--minutes=600", num_images=10)
     assert max(row["epochs"] for row in rows) < 110
     assert "none gets 8 tokens per parameter" in text
@@ -93,7 +103,8 @@ def test_too_little_time_and_too_few_images_are_said(run_plan):
 def test_several_ranks_are_started_by_torchrun_and_not_within_it(run_plan, monkeypatch):
     rows, text = run_plan("--minutes=60", "--ranks=3")
     assert "torchrun --standalone --nproc_per_node=3 -m scripts.base_train" in text
-    assert all(row["batch"] % 3 == 0 for row in rows)
+    for row in rows:
+        assert row["batch"] % 3 == 0
 
 
 def test_none_is_started_within_torchrun(monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, refused
+from numpy.testing import assert_allclose
 from tiny_runs import logged
 from webdriver import CHROMEDRIVER, Browser
 
@@ -28,14 +29,19 @@ class Page(HTMLParser):
         self.tags = []
         self.texts = []
         self.stack = [""]
-        self.uri, self.source = path.as_uri(), path.read_text(encoding="utf-8")
+        self.uri = path.as_uri()
+        self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
         self.close()
         assert self.stack == [""]
-        assert "://" not in self.source and "@import" not in self.source and "url(" not in self.source
+        assert "://" not in self.source
+        assert "@import" not in self.source
+        assert "url(" not in self.source
         for tag, attrs in self.tags:
             assert tag not in ("link", "iframe", "object", "embed", "base", "a", "form")
-            assert all(v.startswith("data:image/png;base64,") for k, v in attrs.items() if k in ("src", "href"))
+            for k, v in attrs.items():
+                if k in ("src", "href"):
+                    assert v.startswith("data:image/png;base64,")
         self.images = [attrs for tag, attrs in self.tags if tag == "img"]
         data = [json.loads(text) for tag, text in self.texts if tag == "script" and text.startswith("{")]
         self.charts = {chart["title"]: chart for chart in data}
@@ -72,14 +78,29 @@ def fake_run(base, tag="a", lines=40, grids=3, word="plain", batch=8):
     logged = []
     for i in range(1, lines + 1):
         noise = rng.lognormal(sigma=0.1, size=6)
-        line = {"step": 10 * i, "images_seen": 80 * i, "train/loss": noise[0] + 30 / i, "train/grad_norm": noise[1]}
-        line |= {f"train/loss_q{q}": noise[2 + q] for q in range(4)} | {"train/mfu": 0.0, f"train/{word}": 2.0}
-        logged += [line] + [{"step": 10 * i, "val/loss": 1.0 + 1 / i, "val/loss_ema": 1.1}] * (i % 10 == 0)
+        line = {
+            "step": 10 * i,
+            "images_seen": 80 * i,
+            "train/loss": noise[0] + 30 / i,
+            "train/grad_norm": noise[1],
+        }
+        line |= {f"train/loss_q{q}": noise[2 + q] for q in range(4)}
+        line |= {"train/mfu": 0.0, f"train/{word}": 2.0}
+        logged.append(line)
+        if i % 10 == 0:
+            logged.append({"step": 10 * i, "val/loss": 1.0 + 1 / i, "val/loss_ema": 1.1})
     log(folder, logged)
     for i in range(grids):
         pixels = rng.integers(0, 256, (40, 40, 3), np.uint8)
         (folder / "samples" / f"step_{i * 100:06d}.png").write_bytes(encode_png(pixels))
-    result = {"metric": word, "step": 5, "checkpoint": word, word: 0.25, "cfg_scale": 2.0, "guide": {word: [0.3, word]}}
+    result = {
+        "metric": word,
+        "step": 5,
+        "checkpoint": word,
+        word: 0.25,
+        "cfg_scale": 2.0,
+        "guide": {word: [0.3, word]},
+    }
     (folder / "eval_x_000005.json").write_text(json.dumps(result))
     return folder
 
@@ -100,7 +121,8 @@ def test_no_text_becomes_markup_and_nothing_is_loaded(base, word):
     plain = report(fake_run(base))
     assert [attrs["data-step"] for attrs in plain.images] == ["0", "100", "200"]
     assert [text for tag, text in plain.texts if tag == "li"][:2] == ["plain", "b"]  # beside the grids' rows
-    assert [(tag, sorted(attrs)) for tag, attrs in odd.tags] == [(tag, sorted(attrs)) for tag, attrs in plain.tags]
+    tags_of = lambda page: [(tag, sorted(attrs)) for tag, attrs in page.tags]
+    assert tags_of(odd) == tags_of(plain)
     assert odd.text.count(word) >= 8
 
 
@@ -110,10 +132,15 @@ def test_whatever_was_logged_is_drawn(base):
     charts = report(folder).charts
     quarters = "Loss by quarter of t, from image to noise"
     assert charts.keys() == {"Loss", "Gradient norm before clipping", quarters, "plain"}
-    loss = {curve["label"]: dict(zip(curve["x"], curve["y"])) for curve in charts["Loss"]["curves"]}
-    for key, label in (("train/loss", "not smoothed"), ("val/loss", "validation loss")):
-        values = {line["step"]: pytest.approx(line[key], rel=1e-5) for line in logged(folder) if key in line}
-        assert loss[label] == values
+    loss = {}
+    for curve in charts["Loss"]["curves"]:
+        loss[curve["label"]] = dict(zip(curve["x"], curve["y"]))
+    for key, label in (
+        ("train/loss", "not smoothed"),
+        ("val/loss", "validation loss"),
+    ):
+        values = {line["step"]: line[key] for line in logged(folder) if key in line}
+        assert loss[label] == pytest.approx(values, rel=1e-5)
     assert charts["plain"]["curves"][0]["y"] == [2.0] * 40
     names = [curve["label"] for curve in charts[quarters]["curves"]]  # MFU has none: 0 means that the peak is unknown
     assert names == [f"training loss, {order} quarter" for order in ("first", "second", "third", "last")]
@@ -122,18 +149,28 @@ def test_whatever_was_logged_is_drawn(base):
 def test_an_evaluation_is_tables_not_python(base):
     folder = fake_run(base)
     row = {"sampler": "heun", "steps": 5, "evaluations": 9, "error": 0.125}
-    of_a_file = {"metric": "fd", "fd": 2.5, "by_class": {"ring": 0.75}, "samples_protocol": {"step": 77, "eta": 0.0}}
-    (folder / "eval_samplers.json").write_text(json.dumps({"metric": "samplers", "step": 7, "rows": [row]}))
+    of_a_file = {
+        "metric": "fd",
+        "fd": 2.5,
+        "by_class": {"ring": 0.75},
+        "samples_protocol": {"step": 77, "eta": 0.0},
+    }
+    samplers = {"metric": "samplers", "step": 7, "rows": [row]}
+    from_elsewhere = {"metric": "features", "fd_features": 1.5}
+    (folder / "eval_samplers.json").write_text(json.dumps(samplers))
     (folder / "eval_of_a_file.json").write_text(json.dumps(of_a_file))
-    (folder / "eval_from_elsewhere.json").write_text(json.dumps({"metric": "features", "fd_features": 1.5}))
+    (folder / "eval_from_elsewhere.json").write_text(json.dumps(from_elsewhere))
     (folder / "eval_z.json").write_text('{"metric": "fid", "fid": 2.5, "kid_std": 0.5, "real_images": {"fid": 3.5}}')
     source = report(folder).source.split("What differs")[0]
     rows = re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", source)
-    assert {("by_class ring", "0.75"), ("samples_protocol eta", "0"), ("guide plain", "0.3, plain")} <= {*rows}
+    assert ("by_class ring", "0.75") in rows
+    assert ("samples_protocol eta", "0") in rows
+    assert ("guide plain", "0.3, plain") in rows
     for text in ("<th>heun, 5</th>", "<th>evaluations</th><td>9</td>", "<th>error</th><td>0.125</td>"):
         assert text in source
     assert "<h2>features of a</h2>" in source
-    assert "<b>2.5</b> FID, lower is better <small>real images 3.5</small>" in source and "</b> kid_std" not in source
+    assert "<b>2.5</b> FID, lower is better <small>real images 3.5</small>" in source
+    assert "</b> kid_std" not in source
     assert source.index("<figure") < source.index("samplers of a")  # pictures stand first
 
 
@@ -158,8 +195,9 @@ def test_curves_are_where_the_data_are(base, browser):
     points = np.array(re.findall(r"([\d.]+),(-?[\d.]+)", path), float)
     slope, offset = np.polyfit(places, np.log10(labels), 1)  # this axis is logarithmic
     norms = [line["train/grad_norm"] for line in logged(folder) if "train/grad_norm" in line]
-    np.testing.assert_allclose(10 ** (slope * points[:, 1] / 10 + offset), norms, rtol=5e-3)
-    np.testing.assert_allclose(points[:, 0], np.linspace(25, 1000, 40), atol=0.1)
+    across, down = points.T
+    assert_allclose(10 ** (slope * down / 10 + offset), norms, rtol=5e-3)
+    assert_allclose(across, np.linspace(25, 1000, 40), atol=0.1)
 
 
 def test_sliders_of_overlaid_runs_move_together(base, browser):
@@ -167,7 +205,11 @@ def test_sliders_of_overlaid_runs_move_together(base, browser):
     browser.open(report(fake_run(base, "a"), fake_run(base, "b", batch=16)).uri)
     shown = "return [...document.querySelectorAll('.strip img:not([hidden])')].map(i => +i.dataset.step)"
     assert browser.run(shown) == [200, 200]  # the newest
-    for strip, position, steps in ((0, 1, [100, 100]), (1, 1, [200, 100]), (0, 0, [0, 0])):
+    for strip, position, steps in (
+        (0, 1, [100, 100]),
+        (1, 1, [200, 100]),
+        (0, 0, [0, 0]),
+    ):
         slider = f"const r = document.querySelectorAll('.strip input')[{strip}]; r.value = {position}; r.oninput();"
         assert browser.run(slider + shown) == steps
 
@@ -180,18 +222,31 @@ def test_a_long_run_with_many_grids_stays_small(base):
     log(folder, lines)
     page = report(folder)
     steps = [int(attrs["data-step"]) for attrs in page.images]
-    assert len(steps) == MOST_GRIDS and steps[0] == 0 and steps[-1] == 9900
+    assert len(steps) == MOST_GRIDS
+    assert steps[0] == 0
+    assert steps[-1] == 9900
     raw = page.charts["Loss"]["curves"][0]
     assert len(raw["x"]) <= 2 * (BINS + 1)
-    assert max(zip(raw["y"], raw["x"])) == (1e6, 50_005)  # a spike of a single step
+    highest, step = max(zip(raw["y"], raw["x"]))
+    assert highest == 1e6  # a spike of a single step
+    assert step == 50_005
 
 
 def test_what_is_torn_not_finite_or_missing_is_left_out(base, capsys):
     folder = fake_run(base, grids=0)
-    odd = '{"step": 10, "val/loss": 1, "val/x": NaN}\n[7]\nnull\n{"val/loss": 2}\n{"step": [], "val/loss": 2}\n{"step"'
-    (folder / "metrics.jsonl").write_text(odd)
+    lines = (
+        '{"step": 10, "val/loss": 1, "val/x": NaN}',
+        "[7]",
+        "null",
+        '{"val/loss": 2}',
+        '{"step": [], "val/loss": 2}',
+        '{"step"',
+    )
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
     (chart,) = report(folder).charts.values()
-    assert [(curve["x"], curve["y"]) for curve in chart["curves"]] == [([10], [1])]
+    (curve,) = chart["curves"]
+    assert curve["x"] == [10]
+    assert curve["y"] == [1]
     (folder / "metrics.jsonl").unlink()
     assert report(folder).charts == {}
     (folder / "eval_loss_000010.json").write_text('{"metric": "lo')
@@ -200,9 +255,10 @@ def test_what_is_torn_not_finite_or_missing_is_left_out(base, capsys):
 
 
 def test_smoothing_is_an_average_of_the_past():
-    np.testing.assert_allclose(smooth([3.0] * 20), 3)
+    assert_allclose(smooth([3.0] * 20), 3)
     step = smooth(np.repeat([0.0, 1.0], 500))  # a time constant of 1000 / 50 values: 1 - 1/e after 20 of them
-    assert (step[:500] == 0).all() and (np.diff(step) >= 0).all()
+    assert (step[:500] == 0).all()
+    assert (np.diff(step) >= 0).all()
     assert step[519] == pytest.approx(1 - math.exp(-1), abs=0.02)
 
 
@@ -210,29 +266,44 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     a = fake_run(base, "a", lines=20)
     b = fake_run(base, "b", lines=40, batch=16)
     facts = json.loads((b / "config.json").read_text())
-    facts["changes"] = [{"step": 10 * i, "config": {"lr": 0.5**i}, "num_iterations": 300} for i in (1, 2)]
-    facts["config"]["lr"], facts["changes"][1]["environment"] = 0.125, {"command": ["--lr=0.25"]}
+    facts["config"]["lr"] = 0.125
+    first = {"step": 10, "config": {"lr": 0.5}, "num_iterations": 300}
+    second = {"step": 20, "config": {"lr": 0.25}, "num_iterations": 300}
+    second["environment"] = {"command": ["--lr=0.25"]}
+    facts["changes"] = [first, second]
     (b / "config.json").write_text(json.dumps(facts))
-    for run, of in ((a, "000020"), (b, "000040_steps=5")):
+    for run, of in (
+        (a, "000020"),
+        (b, "000040_steps=5"),
+    ):
         (run / f"eval_fid_{of}.json").write_text('{"metric": "fid", "fid": 2.5}')
     path = run_script("report", "a", b)["path"]
     assert path == base / "runs" / "compare_a_b.html"
     page = Page(path)
     differing = page.source.split("Settings that differ")[1].split("</details>")[0]
-    assert "total_batch_size" in differing and "resolution" not in differing
+    assert "total_batch_size" in differing
+    assert "resolution" not in differing
     head, *rows = re.findall("<tr>(.*?)</tr>", differing)
     assert re.findall("<th>(.*?)</th>", head) == ["", "default", "a", "b", "b from step 10", "b from step 20"]
-    assert {"<th>lr</th><td>0.125</td><td>-</td><td>0.125</td><td>0.5</td><td>0.25</td>"} <= {*rows}
+    assert "<th>lr</th><td>0.125</td><td>-</td><td>0.125</td><td>0.5</td><td>0.25</td>" in rows
     figures = page.source.split("<figure")[0]
     assert "<th>lowest validation loss</th><td>1.05</td><td>1.025</td>" in figures
     assert "<th>fid_steps=5: FID, lower is better</th><td>-</td><td>2.5</td>" in figures
     assert any(row.endswith("<td>base_train.py, --data=plain</td><td>--lr=0.25</td>") for row in rows)
-    assert page.source.index("<figure") < page.source.index("plain of a") < page.source.index("Settings that differ")
+    places = [page.source.index(text) for text in ("<figure", "plain of a", "Settings that differ")]
+    assert places == sorted(places)
     losses = page.charts["training loss"]  # over images: 20 x 10 steps of 8 and 40 x 10 steps of 16
-    assert losses["unit"] == "images" and [curve["x"][-1] for curve in losses["curves"]] == [1600, 6400]
+    assert losses["unit"] == "images"
+    assert [curve["x"][-1] for curve in losses["curves"]] == [1600, 6400]
     assert run_script("report", "a", a)["path"] == a.resolve() / "report.html"
-    assert "/runs/other/a</th>" in Page(run_script("report", "a", fake_run(base, "other/a"))["path"]).source
-    for odd in ({"changes": 7}, {"config": []}, {"model": None}, {"data": 1, "num_iterations": "x"}):
+    path = run_script("report", "a", fake_run(base, "other/a"))["path"]
+    assert "/runs/other/a</th>" in Page(path).source
+    for odd in (
+        {"changes": 7},
+        {"config": []},
+        {"model": None},
+        {"data": 1, "num_iterations": "x"},
+    ):
         (b / "config.json").write_text(json.dumps(facts | odd))
         refused("is not as this version writes it", run_script, "report", "b")
 
@@ -245,7 +316,8 @@ def test_a_published_recipe_is_told_the_loss_to_expect(base):
     facts["data"]["name"] = "cifar10"
     facts["num_iterations"] = 4000
     (folder / "config.json").write_text(json.dumps(facts))
-    log(folder, [{"step": step, "train/loss": 0.15 + 1e-5 * step} for step in range(10, 2500, 10)])
+    lines = [{"step": step, "train/loss": 0.15 + 1e-5 * step} for step in range(10, 2500, 10)]
+    log(folder, lines)
     assert "0.170 at step 2,000; expected 0.149 to 0.157" in report(folder).text
     facts["num_iterations"] = 3000
     (folder / "config.json").write_text(json.dumps(facts))
@@ -255,7 +327,8 @@ def test_a_published_recipe_is_told_the_loss_to_expect(base):
 def test_the_losses_to_expect_are_the_guides():
     """One row of its table for each recipe; a loss for each step."""
     table = (ROOT / "runs" / "GUIDE.md").read_text().split("| training loss on CIFAR-10 at step ")[1]
-    head, _, *rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()[:5]]
+    cells_of = lambda line: [cell.strip() for cell in line.split("|")]
+    head, _, *rows = map(cells_of, table.splitlines()[:5])
     for recipe in read_json(LOSSES)["recipes"]:
         text = "depth {model depth}, patch {model patch_size}, {num_iterations:,} steps of {total_batch_size}"
         start = text.format(**recipe["settings"])
@@ -267,7 +340,9 @@ def test_the_losses_to_expect_are_the_guides():
 
 def test_a_report_may_fail_and_takes_one_percent_of_the_time(tmp_path, monkeypatch):
     refresh_report(tmp_path)  # of nothing
-    clock, written, due = [1000.0], [], 0.0
+    clock = [1000.0]
+    written = []
+    due = 0.0
 
     def write(run_dirs, path):
         written.append(clock[0])

@@ -29,10 +29,15 @@ NO_MEMORY = [
 class Memory:
     """A stand-in for model, process and optimizer: a device with room for `room` images at a time."""
 
-    config, is_gaussian, shift = Conditioned(), False, staticmethod(lambda t: t)
+    config = Conditioned()
+    is_gaussian = False
+    shift = staticmethod(lambda t: t)
 
     def __init__(self, room, error=NO_MEMORY[0]):
-        self.room, self.error, self.tried, self.cleared = room, error, [], 0
+        self.room = room
+        self.error = error
+        self.tried = []
+        self.cleared = 0
         self.w = torch.zeros((), requires_grad=True)
         self.parameters = lambda: iter([self.w])
 
@@ -52,7 +57,14 @@ def find(memory, limit):
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("limit, room, best", [(48, 1000, 48), (63, 30, 21), (7, 5, 1)])
+@pytest.mark.parametrize(
+    "limit, room, best",
+    [
+        (48, 1000, 48),
+        (63, 30, 21),
+        (7, 5, 1),
+    ],
+)
 def test_the_largest_batch_that_fits(error, limit, room, best):
     memory = Memory(room, error)
     assert find(memory, limit) == best
@@ -67,15 +79,21 @@ def test_no_batch_fits_or_something_else_is_wrong():
 
 def test_ranks_agree_on_the_largest_batch(monkeypatch):
     """8 fit on this rank; the other, whose answer stands in for the collective, has room for 2."""
+
+    def all_reduce(x, op):
+        if op == dist.ReduceOp.MIN:
+            x.clamp_(max=2)
+
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(dist, "all_reduce", lambda x, op: x.clamp_(max=2) if op == dist.ReduceOp.MIN else None)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     assert find(Memory(8), 16) == 2
 
 
 def new_meter(costs=()):
+    process = SimpleNamespace(is_gaussian=False)
     progress = {"train_time_s": 0.0, "log_lines": 0, "running_loss": 0.0}
-    return Meter(SimpleNamespace(is_gaussian=False), torch.device("cpu"), torch.float32, costs, progress)
+    return Meter(process, torch.device("cpu"), torch.float32, costs, progress)
 
 
 def test_means_since_the_last_log_line():
@@ -90,15 +108,23 @@ def test_means_since_the_last_log_line():
         return meter.losses()
 
     t, losses = step(([0.1, 0.2], [1.0, 3.0], [1.0, 2.0]))
-    assert losses.tolist() == [[1, 2]] and t.shape == (1, 2)
+    assert losses.tolist() == [[1, 2]]
+    assert t.shape == (1, 2)
     saved = meter.state_dict()["loss"]  # a thread writes it during the next step
-    assert step(([0.6], [1.0], [2.0]), ([1.0], [0.5], [4.0]))[1].tolist() == [[2], [4]]
+    _, losses = step(([0.6], [1.0], [2.0]), ([1.0], [0.5], [4.0]))
+    assert losses.tolist() == [[2], [4]]
     assert saved.tolist() == [[7, 0, 0, 0], [4, 0, 0, 0], [2, 0, 0, 0]]
     found = meter.mean_losses()
     assert found.pop("train/loss_q1") != found.get("train/loss_q1")  # NaN: no image
-    expected = {"train/loss": 11 / 4, "train/loss_q0": 7 / 4, "train/loss_q2": 2.0, "train/loss_q3": 4.0}
+    expected = {
+        "train/loss": 11 / 4,
+        "train/loss_q0": 7 / 4,
+        "train/loss_q2": 2.0,
+        "train/loss_q3": 4.0,
+    }
     assert {key: x for key, x in found.items() if "loss" in key} == expected
-    assert found["train/vb"] == 3 * found["train/loss"] and found["train/vb_q3"] == 12
+    assert found["train/vb"] == 3 * found["train/loss"]
+    assert found["train/vb_q3"] == 12
     meter.restart()
     step(([0.6], [1.0], [3.0]))
     assert meter.mean_losses()["train/loss"] == 3  # it starts anew
@@ -117,7 +143,9 @@ def take_step(meter, clock, seconds, data_seconds=0.0, log_now=False, loss=1.0, 
     meter.start_step(passes)
     for _ in range(passes):
         clock[0] += seconds / passes
-        meter.add(torch.ones(1) / 2, torch.ones(1), {"loss": torch.full((1,), loss)}, data_seconds)
+        t = torch.full((1,), 0.5)
+        terms = {"loss": torch.full((1,), loss)}
+        meter.add(t, torch.ones(1), terms, data_seconds)
     meter.losses()
     meter.end_step(torch.Size([8, 3, 16, 16]), log_now)
 
@@ -130,17 +158,27 @@ def test_times_leave_out_the_first_step(monkeypatch, clock):
     for i in range(10):
         take_step(meter, clock, 0.1, 0.01, log_now=i == 9)
     line = meter.line(11, total_batch_size=8, flops_per_image=1e6)
-    assert line["train/dt_ms"] == pytest.approx(100) and line["train/data_ms"] == pytest.approx(10)
-    assert line["train/images_per_sec"] == pytest.approx(80) and line["train/mfu"] == pytest.approx(8)
+    assert line["train/dt_ms"] == pytest.approx(100)
+    assert line["train/data_ms"] == pytest.approx(10)
+    assert line["train/images_per_sec"] == pytest.approx(80)
+    assert line["train/mfu"] == pytest.approx(8)
     assert line["total_training_time_s"] == pytest.approx(10)
 
 
-@pytest.mark.parametrize("every, count", [(-1, 0), (0, 1), (100, 6), (250, 3), (1000, 1)])
+@pytest.mark.parametrize(
+    "every, count",
+    [
+        (-1, 0),
+        (0, 1),
+        (100, 6),
+        (250, 3),
+        (1000, 1),
+    ],
+)
 def test_what_is_left_counts_the_evaluations_still_to_come(every, count):
     """An evaluation passes 2,400 images forward, a third of the work of training on them; the line's own is to come."""
     meter = new_meter([(every, 2400)])
     line = {"step": 100, "images_seen": 800, "train/images_per_sec": 80.0, "total_training_time_s": 0.0}
-    line |= dict.fromkeys(("loss_smooth", "grad_norm", "lrm", "dt_ms", "mfu"), 0.0)
     line |= {f"train/{key}": 0.0 for key in ("loss_smooth", "grad_norm", "lrm", "dt_ms", "mfu")}
     left = (500 * 8 + count * 800) / 80 / 60
     assert meter.console(line, num_iterations=600).endswith(f"0.0 min, {left:.1f} left")
@@ -157,7 +195,8 @@ def test_the_printed_loss_is_smoothed_and_debiased_as_nanochats(monkeypatch, clo
         take_step(meter, clock, 0.1, log_now=True, loss=loss)
         line = meter.line(n, 8, 1e6) | {"train/grad_norm": 1.0, "train/lrm": 1.0}
         running = 0.9 * running + 0.1 * loss
-        assert line["train/loss"] == loss and line["train/loss_smooth"] == pytest.approx(running / (1 - 0.9**n))
+        assert line["train/loss"] == loss
+        assert line["train/loss_smooth"] == pytest.approx(running / (1 - 0.9**n))
         assert f"| loss {line['train/loss_smooth']:.4f} |" in meter.console(line, 9)
     resumed = new_meter()
     resumed.progress |= json.loads(json.dumps(meter.progress))
@@ -183,7 +222,8 @@ def test_the_first_step_shows_its_passes(clock, capsys):
     meter = new_meter()
     take_step(meter, clock, 80.0, passes=40)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" passes")[0] for line in lines] == [f"first step {n}/40" for n in (3, 19, 35)]
+    starts = [line.split(" passes")[0] for line in lines]
+    assert starts == ["first step 3/40", "first step 19/40", "first step 35/40"]
     assert lines[0].endswith("| 0.5/s | eta 74 s")
     take_step(meter, clock, 80.0, passes=40)
     assert not capsys.readouterr().err
@@ -193,7 +233,8 @@ def test_a_figure_that_is_not_finite_ends_the_run(tmp_path):
     """It would vanish from the line and from the log. A quarter of t without images is no fault."""
     config = Config(resume="auto")
     config.defaults = {}
-    log = RunLog("dummy", tmp_path, torch.device("cpu"), {"config": config, "num_iterations": 9}, 0, progress={})
+    described = {"config": config, "num_iterations": 9}
+    log = RunLog("dummy", tmp_path, torch.device("cpu"), described, 0, progress={})
     for key in ("val/loss", "val/loss_ema", "val/fd_classifier"):
         with pytest.raises(FloatingPointError, match=f"step 30: {key} is nan; give .*\\(saved: none\\)"):
             log.evaluation(30, {"val/loss_q0": 0.5, key: float("nan")})
@@ -226,7 +267,13 @@ def test_without_wandb_a_line_says_what_to_install(monkeypatch, tmp_path):
     refused("wandb; accepted: `pip install wandb`", open_wandb, "name", tmp_path, {}, None)
 
 
-@pytest.mark.parametrize("later, kept", [(4, None), (2, "old")])
+@pytest.mark.parametrize(
+    "later, kept",
+    [
+        (4, None),
+        (2, "old"),
+    ],
+)
 def test_another_branch_is_another_run_of_wandb(monkeypatch, tmp_path, later, kept):
     """wandb drops lines whose step is not above its last."""
     wandb = pytest.importorskip("wandb")
@@ -254,24 +301,41 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
     recorded = lambda: json.loads((tmp_path / "config.json").read_text())
     log = open_log(lr=2, step=0, num_iterations=3)
     for step in (1, 2, 3):
-        log.metrics({"step": step, "train/loss": torch.tensor(0.5), "train/grad_norm": float("inf")})
-    open_log(lr=2, step=2, num_iterations=3).metrics({"step": 3, "train/loss": 1.0, "val/loss_q0": float("nan")})
-    lines = [{"step": s, "train/loss": x} for s, x in ((1, 0.5), (2, 0.5), (3, 1.0))]  # JSON has no infinity
-    assert logged(tmp_path) == lines
+        line = {"step": step, "train/loss": torch.tensor(0.5), "train/grad_norm": float("inf")}
+        log.metrics(line)
+    log = open_log(lr=2, step=2, num_iterations=3)
+    log.metrics({"step": 3, "train/loss": 1.0, "val/loss_q0": float("nan")})
+    assert logged(tmp_path) == [  # JSON has no infinity
+        {"step": 1, "train/loss": 0.5},
+        {"step": 2, "train/loss": 0.5},
+        {"step": 3, "train/loss": 1.0},
+    ]
     first = recorded()
     assert first["changed_from"] == {"lr": 1}
-    for lr, num_changes in ((5, 1), (5, 1), (2, 2)):
+    for lr, num_changes in (
+        (5, 1),
+        (5, 1),
+        (2, 2),
+    ):
         open_log(lr, step=2)
         assert len(recorded()["changes"]) == num_changes
         change = recorded()["changes"][-1]
-        assert (change["step"], change["config"]["lr"], change["num_iterations"]) == (2, lr, 9)
+        assert change["step"] == 2
+        assert change["config"]["lr"] == lr
+        assert change["num_iterations"] == 9
         assert change["environment"]["command"] == sys.argv
         assert recorded() | {"changes": None} == first | {"changes": None}
 
 
 def test_a_resume_says_nothing_of_what_is_yet_to_be_derived(capsys):
     """Nor of what an older run did not record."""
-    meta = {"step": 2, "config": {"dtype": "auto", "device_batch_size": 16, "num_iterations": -1, "objective": "flow"}}
+    config = {
+        "dtype": "auto",
+        "device_batch_size": 16,
+        "num_iterations": -1,
+        "objective": "flow",
+    }
+    meta = {"step": 2, "config": config}
     checkpoint = Path("runs/a/checkpoints/step_000002")
     args = ("--dtype=float32", "--num_iterations=9")
     check_settings(checkpoint, meta, script_settings("base_train", *args))

@@ -13,7 +13,8 @@ from nanodiff.common import in_batches
 from nanodiff.sampling.store import SampleStore
 
 PROTOCOL = {"steps": 50, "guide": None, "cfg_interval": [0.0, 1.0]}
-IMAGES = np.random.default_rng(0).integers(0, 256, (23, 4, 5, 3), np.uint8)
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (23, 4, 5, 3), np.uint8)
 LABELS = np.arange(23) % 7
 PARTS = in_batches(np.arange(23), 4)
 
@@ -39,7 +40,13 @@ def finish(store):
 @pytest.fixture
 def expected(tmp_path_factory):
     path = tmp_path_factory.mktemp("numpy") / "a.npz"
-    np.savez(path, arr_0=IMAGES, arr_1=LABELS, labels=LABELS, protocol=json.dumps(PROTOCOL))
+    np.savez(
+        path,
+        arr_0=IMAGES,
+        arr_1=LABELS,
+        labels=LABELS,
+        protocol=json.dumps(PROTOCOL),
+    )
     return path.read_bytes()
 
 
@@ -48,9 +55,11 @@ def test_images_of_another_protocol_are_never_mixed_nor_replaced(tmp_path, expec
     other.open()
     draw(other)
     store = make(tmp_path)
-    assert store.open() is False and store.missing() == list(range(6))
+    assert store.open() is False
+    assert store.missing() == list(range(6))
     draw(store)
-    assert finish(store) == expected and other.missing() == []
+    assert finish(store) == expected
+    assert other.missing() == []
     assert make(tmp_path).open() is True
     other = make(tmp_path, PROTOCOL | {"steps": 51})
     refused(r"a\.npz holds images of another protocol: choose another out, or remove it", other.open)
@@ -86,7 +95,8 @@ def test_kill_9(tmp_path, expected, moment):
     """While the .npz is being written, before the rename, after it. Between parts: tests/test_sample.py."""
 
     def until_killed():
-        store, kill = make(tmp_path), lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+        store = make(tmp_path)
+        kill = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
         store.open()
         draw(store)
         if moment == "file":

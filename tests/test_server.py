@@ -70,10 +70,13 @@ def test_only_our_names_are_answered_and_only_our_own_page_may_post(server):
 def test_a_client_that_does_not_read_is_left_in_silence(server, monkeypatch, capsys):
     monkeypatch.setattr(Handler, "timeout", 0.2)
     sent = []
-    server.work = lambda send: sent.append([send(picture="x" * 100_000) for _ in range(12)])
+    picture = "x" * 100_000
+    server.work = lambda send: sent.append([send(picture=picture) for _ in range(12)])
     first = ask(server, "POST")
-    assert first and ask(server, "POST")[1].status == 200  # the lock is free again
-    assert sent == [] and capsys.readouterr().err == ""
+    assert first
+    assert ask(server, "POST")[1].status == 200  # the lock is free again
+    assert sent == []
+    assert capsys.readouterr().err == ""
 
 
 def test_a_second_request_is_told_that_we_are_busy_until_the_first_client_leaves(server):
@@ -91,9 +94,11 @@ def test_a_second_request_is_told_that_we_are_busy_until_the_first_client_leaves
     first, answer = ask(server, "POST")
     answer.readline()
     _, second = ask(server, "POST")
-    assert second.status == 503 and "busy" in json.loads(second.read())["error"]
-    page = ask(server)[1]
-    assert page.read() == b"hello" and page.headers["X-Frame-Options"] == "DENY"  # the page itself is served
+    assert second.status == 503
+    assert "busy" in json.loads(second.read())["error"]
+    _, page = ask(server)
+    assert page.read() == b"hello"
+    assert page.headers["X-Frame-Options"] == "DENY"  # the page itself is served
     answer.close()
     first.close()
     assert left.wait(10)

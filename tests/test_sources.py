@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import refused
 from image_helpers import RNG, everything, prepare, reference_crop, report, write, write_cifar, write_mnist
+from numpy.testing import assert_allclose, assert_array_equal
 from PIL import Image
 
 from nanodiff.data.codec import load_codec, make_codec
@@ -18,14 +19,21 @@ from nanodiff.prepare import sources
 pytestmark = pytest.mark.usefixtures("base")
 
 
-@pytest.mark.parametrize(("pack", "suffix"), [(gzip.compress, ".gz"), (bytes, "")])
+@pytest.mark.parametrize(
+    ("pack", "suffix"),
+    [
+        (gzip.compress, ".gz"),
+        (bytes, ""),
+    ],
+)
 def test_idx_round_trip(tmp_path, pack, suffix):
     sets = write_mnist(tmp_path / "m", pack=pack, suffix=suffix)
     prepare(tmp_path / "m")
     for split, (images, labels) in sets.items():
         found, found_labels = everything(split=split)
-        np.testing.assert_array_equal(found, images[:, None])
-        assert [int(open_dataset("toy").class_names[label]) for label in found_labels] == labels.tolist()
+        assert_array_equal(found, images[:, None])
+        class_names = open_dataset("toy").class_names
+        assert [int(class_names[label]) for label in found_labels] == labels.tolist()
     if suffix:  # torchvision leaves both forms
         packed = list((tmp_path / "m").iterdir())
         copies = [write(file.with_suffix(""), gzip.decompress(file.read_bytes())) for file in packed]
@@ -41,24 +49,38 @@ def test_idx_round_trip(tmp_path, pack, suffix):
     (tmp_path / "m" / "emnist-digits-train-images-idx3-ubyte").unlink()
     next((tmp_path / "m").glob("*train-labels*")).unlink()
     refused("6. labels for .20, 6. images", prepare, tmp_path / "m")
-    prepare(next((tmp_path / "m").glob("*train-images*")), val_fraction=0)  # one file, without labels
-    assert open_dataset("toy").num_classes == 0 and len(everything()[0]) == 20
-    prepare(next((tmp_path / "m").glob("*train-images*")), val_fraction=0, resolution=5)  # scaled like image files
-    expected = [reference_crop(Image.fromarray(image), 5) for image in sets["train"][0]]
-    np.testing.assert_array_equal(everything()[0][:, 0], expected)
+    (file,) = (tmp_path / "m").glob("*train-images*")
+    prepare(file, val_fraction=0)  # one file, without labels
+    assert open_dataset("toy").num_classes == 0
+    assert len(everything()[0]) == 20
+    prepare(file, val_fraction=0, resolution=5)  # scaled like image files
+    images, _ = sets["train"]
+    expected = [reference_crop(Image.fromarray(image), 5) for image in images]
+    found, _ = everything()
+    assert_array_equal(found[:, 0], expected)
 
 
 @pytest.mark.parametrize("key", ["arr_1", "labels", None])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_npz_round_trip(tmp_path, key, save):
     """Also behind 64 KB of another array. A number that no image has is no class."""
-    images, labels = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8), np.arange(30, dtype=np.int32) % 7
-    save(tmp_path / "a.npz", protocol="x" * 2**14, arr_0=images, y=labels, **({key: 3 * labels + 1} if key else {}))
+    images = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8)
+    labels = np.arange(30, dtype=np.int32) % 7
+    arrays = {"protocol": "x" * 2**14, "arr_0": images, "y": labels}
+    if key:
+        arrays[key] = 3 * labels + 1
+    save(tmp_path / "a.npz", **arrays)
     out = report(tmp_path / "a.npz", val_fraction=0)
-    np.testing.assert_array_equal(everything()[0], images.transpose(0, 3, 1, 2))
-    assert everything()[1].tolist() == (labels.tolist() if key else [0] * 30)
-    assert open_dataset("toy").class_names == (["1", "4", "7", "10", "13", "16", "19"] if key else [])
-    assert ("7 class numbers from 1 to 19 have images: others are no classes" in out) == bool(key)
+    found, numbers = everything()
+    assert_array_equal(found, images.transpose(0, 3, 1, 2))
+    if key:
+        assert numbers.tolist() == labels.tolist()
+        assert open_dataset("toy").class_names == ["1", "4", "7", "10", "13", "16", "19"]
+        assert "7 class numbers from 1 to 19 have images: others are no classes" in out
+    else:
+        assert numbers.tolist() == [0] * 30
+        assert open_dataset("toy").class_names == []
+        assert "class numbers" not in out
     assert "a.npz: y ignored" in out
     prepare(tmp_path / "a.npz", labels="none")
     assert open_dataset("toy").num_classes == 0
@@ -69,9 +91,13 @@ def test_cifar10_round_trip_and_its_download_which_is_checked_and_kept(tmp_path,
     batches = write_cifar(file)
     prepare(file)
     train = np.concatenate([batches[f"data_batch_{i}.bin"] for i in range(1, 6)])
-    for split, records in (("train", train), ("val", batches["test_batch.bin"])):
+    for split, records in (
+        ("train", train),
+        ("val", batches["test_batch.bin"]),
+    ):
         images, labels = everything(split=split)
-        np.testing.assert_array_equal(np.column_stack([labels, images.reshape(len(images), -1)]), records)
+        found = np.column_stack([labels, images.reshape(len(images), -1)])
+        assert_array_equal(found, records)
     assert open_dataset("toy").class_names[3] == "cat"
     monkeypatch.setattr(sources, "CIFAR10_URL", file.as_uri())
     monkeypatch.setattr(sources, "CIFAR10_BYTES", file.stat().st_size)
@@ -86,8 +112,8 @@ def test_cifar10_round_trip_and_its_download_which_is_checked_and_kept(tmp_path,
 
 
 ARRAYS = {
-    "12 bits": RNG.integers(0, 4096, (30, 8, 8)).astype(np.uint16),
-    "signed, in Fortran's order": np.asfortranarray(RNG.integers(-1000, 3000, (30, 8, 8, 1)).astype(np.int16)),
+    "12 bits": RNG.integers(0, 4096, (30, 8, 8), np.uint16),
+    "signed, in Fortran's order": np.asfortranarray(RNG.integers(-1000, 3000, (30, 8, 8, 1), np.int16)),
     "five bands": RNG.normal(size=(30, 8, 8, 5)).astype(np.float32),
     "bytes in four bands": RNG.integers(0, 256, (30, 8, 8, 4), np.uint8),
 }
@@ -98,25 +124,33 @@ ARRAYS = {
 def test_arrays_come_back_in_their_range(tmp_path, array, suffix):
     """To fp16's 11 bits of the range; bytes exactly."""
     file = tmp_path / f"a.{suffix}"
-    np.save(file, array) if suffix == "npy" else np.savez(file, arr_0=array)
+    if suffix == "npy":
+        np.save(file, array)
+    else:
+        np.savez(file, arr_0=array)
     line = report(file, val_fraction=0)
     data = open_dataset("toy")
     codec = make_codec(data, torch.device("cpu"))
     x0 = codec.to_x0(torch.from_numpy(data.images(range(30))))
-    assert x0.dtype == torch.float32 and -1 <= x0.min() < -0.99 and 0.99 < x0.max() <= 1
+    assert x0.dtype == torch.float32
+    assert -1 <= x0.min() < -0.99
+    assert 0.99 < x0.max() <= 1
     found = codec.to_output(x0)
     expected = array.reshape(30, 8, 8, -1).transpose(0, 3, 1, 2).astype(float)
     span = float(array.max()) - float(array.min())
     assert found.dtype == array.dtype
-    np.testing.assert_allclose(found, expected, atol=0 if array.dtype == np.uint8 else span / 2**11)
-    assert ("become -1 to 1" in line) == (array.dtype != np.uint8)
+    is_bytes = array.dtype == np.uint8
+    assert_allclose(found, expected, atol=0 if is_bytes else span / 2**11)
+    assert ("become -1 to 1" in line) == (not is_bytes)
 
 
 def test_a_given_range_is_that_of_every_set(tmp_path):
     """Sets of one range can be compared; values beyond it are clipped, and counted."""
-    np.save(tmp_path / "a.npy", np.array([0, 50, 100, 150] * 16, np.float32).reshape(4, 4, 4))
+    values = np.array([0, 50, 100, 150] * 16, np.float32)
+    np.save(tmp_path / "a.npy", values.reshape(4, 4, 4))
     assert "clipped 16 values" in report(tmp_path / "a.npy", val_fraction=0, range="0,100")
-    assert sorted(set(everything()[0].ravel().tolist())) == [-1, 0, 1]
+    images, _ = everything()
+    assert np.unique(images).tolist() == [-1, 0, 1]
     codec = make_codec(open_dataset("toy"), torch.device("cpu"))
     np.save(tmp_path / "b.npy", np.arange(64, dtype=np.uint16).reshape(4, 4, 4))
     prepare(tmp_path / "b.npy", val_fraction=0, range="0,65536")
@@ -133,9 +167,16 @@ def told(ids):
     return from_stored(toy.cond(ids), toy.data)["vectors"].numpy()
 
 
-@pytest.mark.parametrize("shape", [(30, 5), (30, 4, 5)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (30, 5),
+        (30, 4, 5),
+    ],
+)
 def test_permuting_images_and_vectors_together_changes_nothing(tmp_path, shape):
-    images, vectors = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8), RNG.normal(3, 2, shape).astype(np.float32)
+    images = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8)
+    vectors = RNG.normal(3, 2, shape).astype(np.float32)
     if len(shape) == 3:
         vectors[:, 2:] *= RNG.integers(0, 2, (30, 1, 1))  # zeros behind the end
     found = []
@@ -146,18 +187,21 @@ def test_permuting_images_and_vectors_together_changes_nothing(tmp_path, shape):
         data = open_dataset("toy")
         stored = np.load(data.path / "train_vectors.npy")
         assert stored.dtype == np.float16
-        found.append({image.tobytes(): vector.tobytes() for image, vector in zip(data.images(range(30)), stored)})
+        pairs = zip(data.images(range(30)), stored)
+        found.append({image.tobytes(): vector.tobytes() for image, vector in pairs})
     assert found[0] == found[1]
     normal = told(np.arange(30))
     assert normal.dtype == np.float32
-    np.testing.assert_array_equal(normal.any(-1), vectors[order].any(-1))  # what is behind the end stays zero
-    np.testing.assert_allclose(normal[normal.any(-1)].mean(0), 0, atol=1e-5)
-    np.testing.assert_allclose(normal[normal.any(-1)].std(0), 1, atol=1e-5)
+    is_word = normal.any(-1)
+    assert_array_equal(is_word, vectors[order].any(-1))  # what is behind the end stays zero
+    assert_allclose(normal[is_word].mean(0), 0, atol=1e-5)
+    assert_allclose(normal[is_word].std(0), 1, atol=1e-5)
 
 
 def test_constant_dimensions_are_zero_and_each_image_has_a_vector(tmp_path):
     np.savez(tmp_path / "a.npz", arr_0=np.zeros((30, 8, 8, 3), np.uint8))
-    np.save(tmp_path / "v.npy", np.stack([np.full(30, 0.1), np.arange(30.0)], 1))
+    constant = np.full(30, 0.1)
+    np.save(tmp_path / "v.npy", np.stack([constant, np.arange(30.0)], 1))
     prepare(tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"))
     assert (told([0, 7])[:, 0] == 0).all()
     np.save(tmp_path / "v.npy", np.ones((9, 2)))

@@ -16,7 +16,16 @@ from nanodiff.models.dit import DiTConfig
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 
 DATA = DataInfo(kind="images", resolution=32, channels=3, num_classes=8, class_names=[*"abcdefgh"])
-DIT = DiTConfig.from_depth(1, 16, in_channels=3, out_channels=6, num_classes=8, width=64, heads=2, block="classic")
+DIT = DiTConfig.from_depth(
+    1,
+    16,
+    in_channels=3,
+    out_channels=6,
+    num_classes=8,
+    width=64,
+    heads=2,
+    block="classic",
+)
 TRAIN = [arg for arg in TINY if not arg.startswith(("--depth", "--patch_size"))]
 
 
@@ -34,26 +43,31 @@ def test_settings_to_a_shape_and_back(args):
     found = model_settings(shape)
     assert make_model_config(dict(settings) | found, DATA, FlowMatching()) == shape
     given = {arg[2:].split("=")[0] for arg in args.split()}
-    assert all(found[name] == settings[name] for name in given)
+    for name in given:
+        assert found[name] == settings[name]
 
 
 @pytest.mark.filterwarnings("ignore:for .*no-op:UserWarning")
 def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, capsys):
     """What it does not hold is said, and can be told; without a false warning."""
     make_data()
-    torch.save(to_meta(randomise(build_model(DIT, "cpu", 0).state_dict()), DIT), tmp_path / "dit.pt")
+    weights = randomise(build_model(DIT, "cpu", 0).state_dict())
+    torch.save(to_meta(weights, DIT), tmp_path / "dit.pt")
     done = run_script("base_train", *TRAIN, f"--init_from={tmp_path / 'dit.pt'},heads=2", "--model_tag=told")
     out = capsys.readouterr().out
-    assert "it knows 8 of 8 classes" in out and "hold heads" not in out
-    assert (
-        "(8 classes) does not hold label_drop=0.1, noise_schedule=linear, num_timesteps=1000, rescale_timesteps=False"
-        in out
-    )
+    assert "it knows 8 of 8 classes" in out
+    assert "hold heads" not in out
+    taken = "label_drop=0.1, noise_schedule=linear, num_timesteps=1000, rescale_timesteps=False"
+    assert f"(8 classes) does not hold {taken}" in out
     x, t, y = inputs()
-    published, config = load_run(f"{tmp_path / 'dit.pt'},heads=2", "cpu"), done["config"]
-    torch.testing.assert_close(done["raw_model"].eval()(x, t, y), published.model(x, t, y))
+    published = load_run(f"{tmp_path / 'dit.pt'},heads=2", "cpu")
+    config = done["config"]
+    started = done["raw_model"].eval()
+    torch.testing.assert_close(started(x, t, y), published.model(x, t, y))
     start_from(empty_model(DIT), published, config, published.class_names)  # one on another device, as adapters' are
-    assert (config["arch"], config["objective"], config["variance"]) == ("dit_classic", "eps", "learned_range")
+    assert config["arch"] == "dit_classic"
+    assert config["objective"] == "eps"
+    assert config["variance"] == "learned_range"
     others = ("--objective=x0", "--noise_schedule=cosine", "--model_tag=x0")
     run_script("base_train", *TRAIN, f"--init_from={tmp_path / 'dit.pt'},heads=2", *others)
     out = capsys.readouterr().out
@@ -94,7 +108,8 @@ def test_a_maps_teacher_cannot_be_exchanged(base, run_script):
     refused("old/.*has other weights than when this run began", run_script, *exchanged)
     checkpoint = run_dir / "checkpoints" / "step_000001"
     meta = load_meta(checkpoint)
-    assert meta["teacher"] == "old,step=1,ema=0.999" and meta.pop("teacher_sha256")
+    assert meta["teacher"] == "old,step=1,ema=0.999"
+    assert meta.pop("teacher_sha256")
     tensors = {p.stem: load(p) for p in checkpoint.iterdir() if p.suffix != ".json"}
     save_checkpoint(run_dir, 1, tensors, meta)
     assert run_script(*exchanged)["step"] == 2
@@ -110,7 +125,12 @@ def test_new_models_see_t_slowly_and_older_ones_as_before(base, run_script):
     tensors = {p.stem: load(p) for p in checkpoint.iterdir() if p.suffix != ".json"}
     save_checkpoint(run_dir, 2, tensors, meta | {"step": 2})
     tuned = ("--init_from=old", "--num_iterations=1")
-    arms = [["--model_tag=old"], tuned, (*tuned, "--objective=flow_map", "--model_tag=map"), ["--arch=dit_classic"]]
-    for more in (*arms, ["--model_tag=new"]):
-        assert run_script("base_train", *TINY, *more)["time_input"] == ("1000t" if more in arms else "62.5t")
+    for more, time_input in (
+        (["--model_tag=old"], "1000t"),
+        (tuned, "1000t"),
+        ((*tuned, "--objective=flow_map", "--model_tag=map"), "1000t"),
+        (["--arch=dit_classic"], "1000t"),
+        (["--model_tag=new"], "62.5t"),
+    ):
+        assert run_script("base_train", *TINY, *more)["time_input"] == time_input
     assert load_run("map", "cpu").process.time_input == "1000t"

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import golden, refused
+from torch.testing import assert_close
 
 from nanodiff.diffusion.flow import TIMES, FlowMatching
 from nanodiff.diffusion.timesteps import FOR_BOTH, FOR_FLOW, FOR_GAUSSIAN, TIMESTEPS, LossSecondMoment, make_timesteps
@@ -23,7 +24,9 @@ def gaussian(T):
 @pytest.mark.parametrize("T", [1, 7, 1000])
 def test_uniform_covers_each_timestep_equally(T):
     t, weight = make_timesteps("uniform", gaussian(T)).sample(grid(3 * T))
-    assert t.dtype == torch.int64 and (torch.bincount(t) == 3).all() and (weight == 1).all()
+    assert t.dtype == torch.int64
+    assert (torch.bincount(t) == 3).all()
+    assert (weight == 1).all()
     u = grid(7)  # of flow matching, t is u
     assert torch.equal(make_timesteps("uniform", FLOW).sample(u)[0], u)
 
@@ -33,27 +36,46 @@ def test_quantiles(std):
     """t grows with u, which is the CDF at t of a logit-normal law."""
     u = grid(1_000_000)
     t, weight = make_timesteps("logit-normal", FlowMatching(timestep_std=std)).sample(u)
-    assert (weight == 1).all() and (t.diff() >= 0).all()
-    torch.testing.assert_close(torch.special.ndtr(torch.logit(t.double()) / std), u.double(), rtol=0, atol=3e-6)
+    assert (weight == 1).all()
+    assert (t.diff() >= 0).all()
+    cdf = torch.special.ndtr(torch.logit(t.double()) / std)
+    assert_close(cdf, u.double(), rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("seen, fastest", [("1000t", 1), ("62.5t", 1 / 16)])
+@pytest.mark.parametrize(
+    "seen, fastest",
+    [
+        ("1000t", 1),
+        ("62.5t", 1 / 16),
+    ],
+)
 def test_the_embedding_of_t_turns_no_faster_than_it_may(seen, fastest):
     """In radians per thousandth of t."""
-    turned = timestep_embedding(TIMES[seen](torch.linspace(0, 1, 1001)), 256).diff(dim=0).abs().max()
+    t = TIMES[seen](torch.linspace(0, 1, 1001))
+    turned = timestep_embedding(t, 256).diff(dim=0).abs().max()
     assert 0.8 * fastest < turned <= fastest
 
 
-@pytest.mark.parametrize("shift, median", [(3.0, 0.75), (math.exp(0.8), 0.69), (1.0, 0.5)])
+@pytest.mark.parametrize(
+    "shift, median",
+    [
+        (3.0, 0.75),
+        (math.exp(0.8), 0.69),
+        (1.0, 0.5),
+    ],
+)
 def test_timestep_shift(shift, median):
     """Medians of t in DiffSynth-Studio's FLUX and Qwen schedules; the ends stay; samplers take the same steps."""
     process = FlowMatching(timestep_shift=shift)
     t, _ = make_timesteps("uniform", process).sample(grid(1001))
-    assert t[500].item() == pytest.approx(median, abs=2e-3) and t.min() > 0 and t.max() < 1
+    assert t[500].item() == pytest.approx(median, abs=2e-3)
+    assert t.min() > 0
+    assert t.max() < 1
     t, _ = make_timesteps("logit-normal", process).sample(torch.tensor([0.5]))
     assert t.item() == pytest.approx(median, abs=2e-3)
     t, weight = make_timesteps("bell", process).sample(grid(4000))
-    assert weight.mean().item() == pytest.approx(1, abs=1e-3) and t[weight.argmax()] == pytest.approx(0.5, abs=1e-3)
+    assert weight.mean().item() == pytest.approx(1, abs=1e-3)
+    assert t[weight.argmax()] == pytest.approx(0.5, abs=1e-3)
     seen = []
     model = lambda x, t, **cond: seen.append(t[0].item() / 1000) or torch.zeros_like(x)
     process.sample(model, torch.zeros(1, 1, 2, 2), 2, "euler")
@@ -62,57 +84,73 @@ def test_timestep_shift(shift, median):
 
 def test_second_moment_equals_the_published(monkeypatch):
     figures = golden("gaussian.json")
-    figure, salt = figures["loss_second_moment"], figures["salt"]
+    figure = figures["loss_second_moment"]
+    salt = figures["salt"]
     feed_t = torch.arange(25) % 6
     feed = torch.tensor([abs(math.sin(i + salt)) + 0.1 * (i % 6) for i in range(25)])
     default = make_timesteps("loss-second-moment", gaussian(4))
-    assert default.history.shape == (4, 10) and default.uniform_prob == 0.001
+    assert default.history.shape == (4, 10)
+    assert default.uniform_prob == 0.001
     monkeypatch.setattr(LossSecondMoment, "length", figure["history_per_term"])
     monkeypatch.setattr(LossSecondMoment, "uniform_prob", figure["uniform_prob"])
     for batches in ([1] * 25, [25], [6, 2, 17]):  # one by one as published, or in batches
         sampler = LossSecondMoment(gaussian(figure["num_timesteps"]))
         before = torch.tensor(figure["weights_before"], dtype=torch.float64)
-        torch.testing.assert_close(sampler.probabilities(), before / before.sum())
+        assert_close(sampler.probabilities(), before / before.sum())
         for t, losses in zip(feed_t.split(batches), feed.split(batches)):
             sampler.update(t, losses)
         after = torch.tensor(figure["weights_after"], dtype=torch.float64)
-        torch.testing.assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
+        assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
 
     # Of two ranks that share all but the first loss, each ends with the history of one
     sampler = LossSecondMoment(gaussian(figure["num_timesteps"]))
     sampler.update(feed_t[:1], feed[:1])
-    halves = torch.stack([feed_t.float(), feed])[:, 1:].unflatten(1, (3, 2, 4)).unbind(2)  # three micro-steps of 4 each
+    rest = torch.stack([feed_t.float(), feed])[:, 1:]
+    halves = rest.unflatten(1, (3, 2, 4)).unbind(2)  # three micro-steps of 4 each
+
+    def all_gather(out, own):
+        for x, half in zip(out, halves):
+            x.copy_(half)
+
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather", lambda out, own: [x.copy_(half) for x, half in zip(out, halves)])
+    monkeypatch.setattr(dist, "all_gather", all_gather)
     sampler.update(*halves[1])
-    torch.testing.assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
+    assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
 
 
 def test_importance_weights_are_unbiased():
     """sum_t p_t w_t f_t is the mean of f, for any f; and the draws follow p."""
-    sampler, t = LossSecondMoment(gaussian(6)), torch.arange(6).repeat(LossSecondMoment.length)
-    sampler.update(t, torch.rand(len(t), generator=torch.Generator().manual_seed(0)) + 0.1 * t)
+    sampler = LossSecondMoment(gaussian(6))
+    t = torch.arange(6).repeat(LossSecondMoment.length)
+    g = torch.Generator().manual_seed(0)
+    losses = torch.rand(len(t), generator=g) + 0.1 * t
+    sampler.update(t, losses)
     f = torch.tensor([0.3, 5.0, 1.0, 0.0, 2.0, 7.0])
     t, weight = sampler.sample(grid(60_000))
-    assert t.dtype == torch.int64 and weight.dtype == torch.float32
+    assert t.dtype == torch.int64
+    assert weight.dtype == torch.float32
     p = sampler.probabilities()
-    torch.testing.assert_close(torch.bincount(t) / len(t), p.float(), rtol=0, atol=2e-5)
-    torch.testing.assert_close((weight * f[t]).mean(), f.mean(), rtol=1e-4, atol=0)
-    torch.testing.assert_close(weight, (1 / (6 * p[t])).float())
+    assert_close(torch.bincount(t) / len(t), p.float(), rtol=0, atol=2e-5)
+    assert_close((weight * f[t]).mean(), f.mean(), rtol=1e-4, atol=0)
+    assert_close(weight, (1 / (6 * p[t])).float())
 
 
 @pytest.mark.parametrize("name", TIMESTEPS)
 @pytest.mark.parametrize("process", [FLOW, gaussian(10)], ids=["flow", "gaussian"])
 def test_each_distribution_is_for_its_processes(name, process, monkeypatch):
     """It draws there, and elsewhere is refused in one line, a new one too, though it uses what a flow alone has."""
-    monkeypatch.setitem(FOR_FLOW, "new", lambda u, process: (process.shift(u), torch.ones_like(u)))
+    new = lambda u, process: (process.shift(u), torch.ones_like(u))
+    monkeypatch.setitem(FOR_FLOW, "new", new)
     accepted = FOR_BOTH | (FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW)
     for tried in (name, "new"):
         if tried in accepted:
             rand_range = torch.tensor([0.0, 0.5, 1 - 2**-24])
             t, weight = make_timesteps(tried, process).sample(rand_range)
-            assert t.shape == weight.shape == (3,) and t.min() >= 0 and t.max() <= (9 if process.is_gaussian else 1)
+            assert t.shape == (3,)
+            assert weight.shape == (3,)
+            assert t.min() >= 0
+            assert t.max() <= (9 if process.is_gaussian else 1)
         else:
             refused(f"timesteps={tried} .*accepted: auto, uniform, bell", make_timesteps, tried, process)
 
@@ -120,9 +158,15 @@ def test_each_distribution_is_for_its_processes(name, process, monkeypatch):
 def test_part_of_t():
     for name in ("uniform", "logit-normal"):
         t, weight = make_timesteps(name, FLOW, low=0.25, high=0.75).sample(grid(4000))
-        assert (weight == 1).all() and 0.25 <= t.min() < 0.2503 and 0.7497 < t.max() <= 0.75
+        assert (weight == 1).all()
+        assert 0.25 <= t.min() < 0.2503
+        assert 0.7497 < t.max() <= 0.75
     t, weight = make_timesteps("bell", FLOW).sample(grid(4000))  # DiffSynth-Studio's, shifted to 0 at the ends
     bell = torch.exp(-2 * (t - 0.5) ** 2)
-    torch.testing.assert_close(weight, (bell - bell[0]) / (bell - bell[0]).mean(), atol=2e-3, rtol=0)
+    bell = bell - bell[0]
+    assert_close(weight, bell / bell.mean(), atol=2e-3, rtol=0)
     t, weight = make_timesteps("bell", gaussian(100), low=0.5, high=1.0).sample(grid(4000))
-    assert t.min() == 50 and t.max() == 99 and weight[0] > 1.5 and weight[-1] < 0.1
+    assert t.min() == 50
+    assert t.max() == 99
+    assert weight[0] > 1.5
+    assert weight[-1] < 0.1

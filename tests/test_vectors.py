@@ -9,6 +9,7 @@ from conftest import refused
 from figures import CONFIGS, filled, inputs
 from test_base_train import TINY
 from tiny_runs import TIMELESS, assert_identical, make_data, make_run, weights
+from torch.testing import assert_close
 
 from nanodiff.data.dataloader import shuffled
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
@@ -34,18 +35,23 @@ def words(labels):
 def test_one_hot_vectors_are_labels():
     """A linear map of a one-hot vector is a row of a table; NaN, the null vector, is the null class."""
     config = CONFIGS["modern"]
-    labelled, model = filled(config), filled(replace(config, num_classes=0, vector_dim=5))
+    labelled = filled(config)
+    model = filled(replace(config, num_classes=0, vector_dim=5))
     state = labelled.state_dict()
     table = state.pop("y_embed.weight")
-    model.load_state_dict(state | {"vector_embed.weight": table[:5].T.contiguous(), "vector_null": table[5]})
+    state["vector_embed.weight"] = table[:5].T.contiguous()
+    state["vector_null"] = table[5]
+    model.load_state_dict(state)
     x_t, t, y = inputs(6)
-    vectors = torch.cat([torch.eye(5), torch.full((1, 5), torch.nan)])
-    torch.testing.assert_close(model(x_t, t, vectors=vectors), labelled(x_t, t, y))
+    null = torch.full((1, 5), torch.nan)
+    vectors = torch.cat([torch.eye(5), null])
+    assert_close(model(x_t, t, vectors=vectors), labelled(x_t, t, y))
     # and so they are guided alike
     settings = SampleSettings(cfg_scale=3.0, cfg_interval=(0.0, 1.0))
     t = torch.full((6,), 500.0)
-    by_vector = make_denoiser(model, {"vectors": vectors}, settings)(x_t, t)
-    torch.testing.assert_close(by_vector, make_denoiser(labelled, {"y": y}, settings)(x_t, t))
+    by_vector = make_denoiser(model, {"vectors": vectors}, settings)
+    by_label = make_denoiser(labelled, {"y": y}, settings)
+    assert_close(by_vector(x_t, t), by_label(x_t, t))
 
 
 def test_a_run_learns_from_vectors(base, run_script):
@@ -65,21 +71,34 @@ def here(base, run_script):
 
 
 def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, draw, run_script, tmp_path):
-    raw, some = one_hot(draw_shapes(24, seed=24)[1]), ("--model=a", "--num_images=24")
+    _, labels = draw_shapes(24, seed=24)
+    raw = one_hot(labels)
+    some = ("--model=a", "--num_images=24")
     offered = describe_run(here / "runs" / "a")  # on the page they are guided, too
-    assert offered["is_guided"] and offered["cfg_scale"] == 2 and offered["classes"] == []
+    assert offered["is_guided"]
+    assert offered["cfg_scale"] == 2
+    assert offered["classes"] == []
     raw = raw[shuffled(np.arange(24), 24, (0,))]  # the order in which samples take them
     np.save(tmp_path / "rows.npy", raw)
     np.savez(tmp_path / "rows.npz", vectors=raw)  # as prepare_data takes it
     np.save(tmp_path / "other.npy", np.roll(raw, 1, axis=1))
-    files = [f"--vectors={tmp_path / name}" for name in ("rows.npz", "other.npy", "rows.npy")]
-    by_default, by_npz, other, by_file = (draw(*some, *more)[0] for more in ([], *zip(files)))
-    assert (by_default == by_file).all() and (by_npz == by_file).all() and (other != by_file).any()
+    by_default, _, _ = draw(*some)
+    by_npz, _, _ = draw(*some, f"--vectors={tmp_path / 'rows.npz'}")
+    other, _, _ = draw(*some, f"--vectors={tmp_path / 'other.npy'}")
+    by_file, _, _ = draw(*some, f"--vectors={tmp_path / 'rows.npy'}")
+    assert (by_default == by_file).all()
+    assert (by_npz == by_file).all()
+    assert (other != by_file).any()
     np.save(tmp_path / "rows.npy", raw[::-1])  # new content under a name that was used
     again = (*some, *TIMELESS, "--npz", "--steps=3", f"--vectors={tmp_path}/rows.npy", f"--out={tmp_path}/drawn")
     refused("another protocol", run_script, "sample", *again)
-    seven, nan = np.zeros((3, 7), np.float32), np.full((3, 8), np.nan, np.float32)
-    for array, said in (seven, r"accepted: \('n', 8\)"), (nan, "NaN"), (np.array(["a"]), "accepted: floats"):
+    seven = np.zeros((3, 7), np.float32)
+    nan = np.full((3, 8), np.nan, np.float32)
+    for array, said in (
+        (seven, r"accepted: \('n', 8\)"),
+        (nan, "NaN"),
+        (np.array(["a"]), "accepted: floats"),
+    ):
         np.save(tmp_path / "bad.npy", array)
         refused(said, draw, *some, f"--vectors={tmp_path / 'bad.npy'}")
 
@@ -88,6 +107,8 @@ def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):
     args = [arg for arg in TINY if not arg.startswith(("--depth", "--patch_size"))]
     assert run_script("base_train", *args, "--init_from=a", "--lora_rank=2", "--model_tag=lora")["step"] == 6
     run_script("export", "--model=a", "--form=safetensors", f"--out={tmp_path / 'a.safetensors'}")
-    again, first = load_run(str(tmp_path / "a.safetensors"), "cpu"), load_run("a", "cpu")
+    again = load_run(str(tmp_path / "a.safetensors"), "cpu")
+    first = load_run("a", "cpu")
     assert_identical(again.model.state_dict(), first.model.state_dict())
-    np.testing.assert_array_equal(again.sample(num_images=2, steps=2), first.sample(num_images=2, steps=2))
+    images = again.sample(num_images=2, steps=2)
+    np.testing.assert_array_equal(images, first.sample(num_images=2, steps=2))

@@ -3,7 +3,6 @@
 import hashlib
 
 import numpy as np
-import pytest
 
 from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_shapes, paint
 from nanodiff.metrics.well_formed import LIMIT, distances, measure_form
@@ -12,13 +11,15 @@ from nanodiff.metrics.well_formed import LIMIT, distances, measure_form
 def test_the_embedded_images_stay_as_they_are():
     """Runs and figures of earlier versions belong to these bytes."""
     images, labels = draw_shapes(1000, (0, 1, 1000), 32)
-    assert hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest().startswith("5a213aba67afc170")
+    digest = hashlib.sha256(images.tobytes() + labels.tobytes())
+    assert digest.hexdigest().startswith("5a213aba67afc170")
 
 
 def test_fresh_shapes_of_known_classes_are_well_formed():
     images, labels = draw_shapes(100, seed=11)
     figures = measure_form(images, labels)
-    assert figures["well_formed"] >= 0.95 and figures["median_distance"] < LIMIT
+    assert figures["well_formed"] >= 0.95
+    assert figures["median_distance"] < LIMIT
     assert list(figures["well_formed_of"]) == CLASS_NAMES
     labels[[2, 4, 5]] = 8
     assert measure_form(images[:6], labels[:6])["well_formed"] == 0.5
@@ -31,9 +32,11 @@ def test_damaged_shapes_are_not():
     padded = np.pad(whole, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="edge")
     half = whole.copy()
     half[..., :8] = GROUND[:, None, None]
-    small = paint(labels, COLOURS[labels % 6], np.full((60, 3), [0.22, 0.5, 0.5]), 16)
+    place = np.full((60, 3), [0.22, 0.5, 0.5])
+    small = paint(labels, COLOURS[labels % 6], place, 16)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
     damaged = {
-        "blur": np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3)).mean((4, 5)),
+        "blur": windows.mean((4, 5)),
         "noise": whole + rng.normal(scale=25, size=whole.shape),
         "mixture": (whole + np.roll(whole, 1, axis=0)) / 2,
         "half": half,
@@ -41,11 +44,14 @@ def test_damaged_shapes_are_not():
         "too small": small,
         "another class": whole,
     }
-    images = np.rint(np.concatenate(list(damaged.values()))).clip(0, 255).astype(np.uint8)
+    images = np.concatenate(list(damaged.values()))
+    images = np.rint(images).clip(0, 255).astype(np.uint8)
     other = (labels + rng.integers(1, 8, size=60)) % 8
     all_labels = np.concatenate([*[labels] * 6, other])
     distance = np.empty(len(images))
     for label in range(8):  # all damages at once, since the renders to compare with take most of the time
-        distance[all_labels == label] = distances(images[all_labels == label], label)
+        is_label = all_labels == label
+        distance[is_label] = distances(images[is_label], label)
     shares = (distance.reshape(7, 60) <= LIMIT).mean(1)
-    assert dict(zip(damaged, shares.round(2))) == dict.fromkeys(damaged, pytest.approx(0, abs=0.05))
+    for damage, share in zip(damaged, shares):
+        assert share < 0.055, damage

@@ -70,9 +70,11 @@ def decode_png(data):
     width, height = struct.unpack_from(">II", data, 16)
     at = data.index(b"IDAT")
     size = int.from_bytes(data[at - 4 : at])
-    rows = np.frombuffer(zlib.decompress(data[at + 4 : at + 4 + size]), np.uint8).reshape(height, -1)
+    content = zlib.decompress(data[at + 4 : at + 4 + size])
+    rows = np.frombuffer(content, np.uint8).reshape(height, -1)
     assert (rows[:, 0] == 1).all()  # PNG's filter 1: differences to the left
-    return rows[:, 1:].reshape(height, width, -1).cumsum(1, dtype=np.uint8)  # modulo 256
+    differences = rows[:, 1:].reshape(height, width, -1)
+    return differences.cumsum(1, dtype=np.uint8)  # modulo 256
 
 
 def make_autoencoder(folder, seed=0, latent_channels=3):
@@ -88,7 +90,11 @@ def make_autoencoder(folder, seed=0, latent_channels=3):
 def randomise(tensors, seed=0):
     """The same names and shapes with normal numbers, in place of initial weights of which half are zero."""
     g = torch.Generator().manual_seed(seed)
-    return {k: 0.1 * torch.randn(v.shape, generator=g) + (v.ndim == 1 and "norm" in k) for k, v in tensors.items()}
+    random = {}
+    for name, x in tensors.items():
+        mean = 1.0 if x.ndim == 1 and "norm" in name else 0.0
+        random[name] = mean + 0.1 * torch.randn(x.shape, generator=g)
+    return random
 
 
 def assert_identical(a, b, path=""):
@@ -132,7 +138,8 @@ def make_run(run_script, tag, *args):
     run_dir = run_script("base_train", *tiny, *args, f"--model_tag={tag}")["run_dir"]
     first = run_dir / "checkpoints" / "step_000000"
     tensors = {p.stem: load(p) for p in first.iterdir() if p.suffix != ".json"}
-    for i, name in enumerate(sorted(name for name in tensors if name == "model" or name.startswith("ema"))):
+    models = sorted(name for name in tensors if name == "model" or name.startswith("ema"))
+    for i, name in enumerate(models):
         tensors[name] = randomise(tensors[name], seed=i)
     meta = load_meta(first)
     save_checkpoint(run_dir, 1, tensors, meta | {"step": 1, "loop": meta["loop"] | {"step": 1}})

@@ -28,7 +28,12 @@ class Browser:
         session = self.call("POST", "", {"capabilities": {"alwaysMatch": {"browserName": "chrome"} | options}})
         self.url += "/" + session["sessionId"]
         # A window cannot be as narrow as a phone; the emulation of one can
-        metrics = dict(width=size[0], height=size[1], deviceScaleFactor=1, mobile=size[0] < 500)
+        metrics = dict(
+            width=size[0],
+            height=size[1],
+            deviceScaleFactor=1,
+            mobile=size[0] < 500,
+        )
         emulate = dict(cmd="Emulation.setDeviceMetricsOverride", params=metrics)
         self.call("POST", "/goog/cdp/execute", emulate)
 
