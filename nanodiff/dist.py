@@ -117,8 +117,8 @@ def compare_ranks(config: Settings) -> None:
     code = sha256_of(*sorted([*root.glob("nanodiff/**/*.py"), *root.glob("scripts/*.py")]))
     facts = config | {"torch": torch.__version__, "code": code[:8], "model_tag": "", "run": ""}
     fault = ""
-    for rank, other in enumerate(gather_objects(facts)):
-        differences = [f"{name}={x}, rank 0 {facts.get(name)}" for name, x in other.items() if x != facts.get(name)]
+    for rank, rank_facts in enumerate(gather_objects(facts)):
+        differences = [f"{name}={x}, rank 0 {facts.get(name)}" for name, x in rank_facts.items() if x != facts.get(name)]
         if differences:
             fault = f"rank {rank} has {'; '.join(differences)}; accepted: the same on every rank"
     fault = from_first_rank(fault, "the settings")
