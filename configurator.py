@@ -46,6 +46,8 @@ ALIASES = {
     "device": "device_type",
     "max_steps": "num_iterations",
     "given": "pairs",
+    "image_size": "resolution",
+    "n": "num_images",
 }
 KINDS = {bool: "True or False", int: "an integer", float: "a finite number", str: "a string"}
 COMPARE = {

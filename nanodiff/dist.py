@@ -116,10 +116,14 @@ def compare_ranks(config: Settings) -> None:
     root = Path(__file__).parents[1]
     code = sha256_of(*sorted([*root.glob("nanodiff/**/*.py"), *root.glob("scripts/*.py")]))
     facts = config | {"torch": torch.__version__, "code": code[:8], "model_tag": "", "run": ""}
-    first = from_first_rank(facts, "the settings")
-    differences = [f"{name}={x}, rank 0 {first.get(name)}" for name, x in facts.items() if x != first.get(name)]
-    if differences:
-        raise UserError(f"rank {get_dist()[0]} has {'; '.join(differences)}; accepted: the same on every rank")
+    fault = ""
+    for rank, rank_facts in enumerate(gather_objects(facts)):
+        differences = [f"{name}={x}, rank 0 {facts.get(name)}" for name, x in rank_facts.items() if x != facts.get(name)]
+        if differences:
+            fault = f"rank {rank} has {'; '.join(differences)}; accepted: the same on every rank"
+    fault = from_first_rank(fault, "the settings")
+    if fault:  # every rank says so, as launchers may show only one's lines
+        raise UserError(fault)
 
 
 def leave_together() -> None:

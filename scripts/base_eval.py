@@ -9,7 +9,6 @@ Evaluate a trained model, or images in a file or a folder.
     python -m scripts.base_eval --metric=fd_classifier      # the same with the data set's classifier: no download
     python -m scripts.base_eval --metric=fd_classifier --sampler=euler,heun --steps=5,10,25    # one row for each pair
     python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10    # or a folder of PNG or JPEG files
-    python -m scripts.base_eval --metric=features --features=A.npy --reference_features=B.npy    # of any network
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --model=... --metric=...
 """
 
@@ -38,14 +37,14 @@ from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.training.validation import bits_per_dim, validation_loss
 from nanodiff.web.report import refresh_report
 
-metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier|fd_simclr|features: what to measure
+metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier|fd_simclr: what to measure
 data = ""  # prepared set to evaluate on, or to compare with; "" = the training set
 num_images = 0  # >= 0: validation images, or samples; 0 = all in `samples`, else 5,000 for a distance (published FIDs
 #                 use 50,000) and 400 for the rest
 batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
-# Only samples="" and Only features=""
+# Only samples=""
 model = ""  # tag or folder of a run, or a file; "" = the run written to last
 checkpoint_step = "newest"  # newest or >= 0: step of the run's checkpoint
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
@@ -67,9 +66,6 @@ reference = ""  # .npz with mu and sigma of the judge's features to compare with
 # Only metric=class_accuracy|fid|fd_classifier|fd_simclr
 judge = ""  # weights of Inception (fid) or of a classifier, such as those in runs/records, so that figures of two
 #             machines compare; "" = download Inception or train a classifier on the set, once
-# Only metric=features
-features = ""  # .npy of features (N, D) by any network, of the images to measure
-reference_features = ""  # .npy of features (N, D) by the same network, of the images to compare with
 config = configure(globals())
 FIGURES = {  # what is printed, in this order; the file has all figures
     "loss": "validation loss {:.4f}",
@@ -82,7 +78,6 @@ FIGURES = {  # what is printed, in this order; the file has all figures
     "fid": "FID {:.3f}, lower is better",
     "fd_classifier": "distance (fd_classifier) {:.3f}, lower is better",
     "fd_simclr": "distance (fd_simclr) {:.3f}, lower is better",
-    "fd_features": "distance (fd_features) {:.4g}, lower is better",
     "kid": "KID {:.5f}",
     "inception_score": "IS {:.3f}",
     "precision": "precision {:.3f}",
@@ -100,11 +95,11 @@ autocast = autocast_to(device, compute_dtype)
 result = {"metric": metric}
 name = data
 run = None
-source = samples or features  # in messages
 if samples:
+    source = samples  # in messages
     image_set = Samples(samples)
     name = name or image_set.data
-elif not features:
+else:
     run = load_run(model, device, checkpoint_step, ema)
     source = run.source
     name = name or run.data.name
@@ -113,7 +108,7 @@ elif not features:
             print0(f"note: {name!r} was made anew after {source} was trained: it may have seen held-out images")
     result |= run.described()
     result["dtype"] = str(compute_dtype).removeprefix("torch.")
-if not (name or reference or features):
+if not (name or reference):
     raise UserError(f"{source} does not say which data set it belongs to: give data=...")
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,14 +149,6 @@ elif metric == "bpd":
     with autocast:
         result |= bits_per_dim(*inputs, num_images, batch_size, seed)
     result["timesteps"] = run.process.num_timesteps
-
-elif metric == "features":
-    stats = metrics.file_features(features, num_images)
-    reference_stats = metrics.file_features(reference_features)
-    if is_first_rank():
-        num_images = len(stats.logits)
-        result |= metrics.compare("fd_features", stats, reference_stats)
-        result |= {"features": features, "reference": reference_features, "num_images": num_images}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples: from a file or folder, or drawn by the model, one batch at a time
@@ -302,7 +289,7 @@ if run:
     stem = f"{run.step:06d}" if run.run_dir else run.path.stem
 if is_first_rank():
     # They change no figure, or are in the stem
-    apart = ("model", "metric", "checkpoint_step", "samples", "features", "batch_size", "device_type")
+    apart = ("model", "metric", "checkpoint_step", "samples", "batch_size", "device_type")
     if run and not run.is_named_by(model):  # then the name says which of several files
         apart = apart[1:]
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")

@@ -132,44 +132,19 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
         assert read[figure] == drawn[figure]
 
 
-def test_features_of_any_network_have_the_figures_of_our_own(base, run_script, quick_classifier, tmp_path, monkeypatch):
-    """Given those that our classifier gives. Other files are refused by name."""
+def test_held_out_images_have_the_figures_of_the_real_images_beside_them(base, run_script, quick_classifier, tmp_path):
     make_data(train=30)
-    monkeypatch.chdir(tmp_path)
     write_npz(tmp_path / "s.npz", open_dataset("tiny", "val"))
-    judged = evaluate(run_script, "fd_classifier", f"--samples={tmp_path}/s.npz", "--data=tiny")
-    # The samples are the held-out images: the figures of as many real ones are the same, and stand beside them
+    held_out = (f"--samples={tmp_path}/s.npz", "--data=tiny")
+    judged = evaluate(run_script, "fd_classifier", *held_out)
     figures = ("num_images", "fd_classifier", "kd_classifier", "precision", "recall", "class_accuracy")
     for figure in figures:
         assert judged["real_images"][figure] == judged[figure]
-    itself = evaluate(run_script, "fd_classifier", "--samples=s.npz", "--data=tiny", "--reference_split=val")
+    itself = evaluate(run_script, "fd_classifier", *held_out, "--reference_split=val")
     assert itself["fd_classifier"] < 1e-6
     assert judged["fd_classifier"] > 1e-6
     assert itself["precision"] == 1
     assert itself["recall"] == 1
-    network = features.load_network("fd_classifier", "tiny", torch.device("cpu"))
-    for split in ("train", "val"):
-        dataset = open_dataset("tiny", split)
-        vectors, _ = network.features(dataset.images(range(len(dataset))))
-        np.save(f"{split}.npy", vectors.numpy())
-    both = ("base_eval", "--metric=features", "--features=val.npy")
-    found = evaluate(run_script, "features", "--features=val.npy", "--reference_features=train.npy")
-    for name in ("fd", "kd"):
-        assert found[f"{name}_features"] == pytest.approx(judged[f"{name}_classifier"], rel=1e-6)
-    for name in ("precision", "recall", "num_images"):
-        assert found[name] == judged[name]
-    wide = np.ones((20, 99))
-    few = np.ones((9, 256))
-    nan = np.full((20, 256), np.nan)
-    for array, fault in (
-        (wide, "256 features against 99"),
-        (few, "has shape"),
-        (few[0], "has shape"),
-        (nan, "finite"),
-    ):
-        np.save("bad.npy", array)
-        refused(fault, run_script, *both, "--reference_features=bad.npy")
-    refused("features '' cannot be read", run_script, *both)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,11 @@ SPLIT = re.compile(
     r"(?:seg_)?(train|val|test|dev|eval)(?:ing|id|idation|uation)?(?:[_-]?(?:set|images|data))?[_-]?\d*",
     re.IGNORECASE,
 )
-PAIR = re.compile(r"(images?|imgs?|masks?|labels?|annotations?|gt|ground_?truth)", re.IGNORECASE)  # no class's name
+# No class's name: segmentation, VOC's folders, CycleGAN's trainA
+PAIR = re.compile(
+    r"images?|imgs?|masks?|labels?|annotations?|gt|ground_?truth|inputs?|targets?|jpegimages|segmentation\w*|train_?[ab]",
+    re.IGNORECASE,
+)
 BESIDE = {".json": "", ".cls": "label", ".txt": "text"}  # files beside an image, and their text's column
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,7 +88,7 @@ def read_table(table: dict, payload: str | bytes, origin: str, options, folder: 
     with reading(origin, "is not a table of images by file"):
         if suffix in (".csv", ".tsv"):
             dialect = "excel-tab" if suffix == ".tsv" else "excel"
-            lines = list(csv.reader(io.StringIO(text, newline=""), dialect))
+            lines = list(csv.reader(io.StringIO(text, newline=""), dialect, skipinitialspace=True))
             columns = [name.lower() for name in lines[0]] if lines else []
             names = set(columns)
             if names & {options.file_column.lower() or "file", *FILE_COLUMNS} and len(names) == len(columns):
@@ -273,10 +277,14 @@ def find_splits(places: list[Place]) -> None:
 def folder_classes(places: list[Place], labels: str) -> None:
     """Set the label of places to a folder, of the level that `labels` names. A level does not count if its name is the
     same for all training images, unless there is no other. Raises UserError if `labels` names none of several."""
-    paths = [place.path for place in places if place.split != "val"]
+    train = [place for place in places if place.split != "val"]
+    paths = [place.path for place in train]
     columns = [*itertools.zip_longest(*paths, fillvalue="")] or [()]
     depths = [k for k, names in enumerate(columns) if len({*names}) > 1] or [len(columns) - 1]
     outer = {*columns[depths[0]]}
+    starts = {(place.count, splitext(basename(place.example))[0]) for place in train}
+    if len(train) == 2 and len(starts) == 1:
+        print0(f"note: {listed(outer)} have as many files of the same names; if they are no classes, --pairs has one")
     is_pair = len(outer) > 1 and any(map(PAIR.fullmatch, outer))
     if labels == "folder" and (is_pair or len(depths) > 1):
         levels = [f"--labels=folder:{i} ({listed(columns[k])})" for i, k in enumerate(depths[:3], 1)]

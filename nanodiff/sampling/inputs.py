@@ -222,6 +222,8 @@ def read_mask(path: str, side: int) -> np.ndarray:
             levels = np.load(file)
         else:
             image = to_rgb(open_image(str(file)), "black")
+            if image.size != (side, side):
+                print0(f"mask={path!r} is of {image.width}x{image.height}: cropped and scaled to {side}x{side}")
             levels = np.asarray(center_crop(image, side, side).convert("L"))
         if levels.shape != (side, side):
             raise UserError(f"mask={path!r} is of shape {levels.shape}; accepted: {(side, side)}")
