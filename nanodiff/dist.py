@@ -118,7 +118,8 @@ def compare_ranks(config: Settings) -> None:
     facts = config | {"torch": torch.__version__, "code": code[:8], "model_tag": "", "run": ""}
     fault = ""
     for rank, rank_facts in enumerate(gather_objects(facts)):
-        differences = [f"{name}={x}, rank 0 {facts.get(name)}" for name, x in rank_facts.items() if x != facts.get(name)]
+        pairs = [(name, facts.get(name), value) for name, value in rank_facts.items()]
+        differences = [f"{name}={value}, rank 0 {first}" for name, first, value in pairs if value != first]
         if differences:
             fault = f"rank {rank} has {'; '.join(differences)}; accepted: the same on every rank"
     fault = from_first_rank(fault, "the settings")
