@@ -100,7 +100,7 @@ def test_too_little_time_and_too_few_images_are_said(run_plan):
     assert "few images for 600 minutes" in text
 
 
-def test_several_ranks_are_started_by_torchrun_and_not_within_it(run_plan, monkeypatch):
+def test_several_ranks_are_started_by_torchrun(run_plan):
     rows, text = run_plan("--minutes=60", "--ranks=3")
     assert "torchrun --standalone --nproc_per_node=3 -m scripts.base_train" in text
     for row in rows:
