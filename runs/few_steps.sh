@@ -9,7 +9,7 @@ python3 -m scripts.base_train runs/few_steps_cpu.py "$@"
 find_trained few_steps_cpu "$@"
 
 python3 -m scripts.base_eval --model="$run" --metric=well_formed --steps=1,2,4
-python3 -m scripts.base_eval --model=shapes_long --metric=well_formed --steps=7  # 21 evaluations
+python3 -m scripts.base_eval --model=shapes_long --metric=well_formed --sampler=heun --steps=7  # 21 evaluations
 
 # A picture: rows of 1, 2 and 4 evaluations from the same noise, and a row of the flow model's 21
 python3 - "$run" "$folder/few_steps.png" <<'PYTHON'

@@ -11,7 +11,7 @@ track=${1:-} seed=${2:-}
 case $track in
     cpu)
         limit=1200 num_images=5000
-        settings=(--depth=3 --patch_size=4 --num_iterations=4000 --total_batch_size=64 --lr=0.004 --muon_lr=0.01)
+        settings=(--depth=3 --patch_size=4 --num_iterations=8000 --total_batch_size=64 --lr=0.004 --muon_lr=0.01)
         settings+=(--guided_from=0.4 --cfg_scale=3 --cfg_interval=0.3,0.7 --time_input=1000t)
         ;;
     gpu)
@@ -32,7 +32,7 @@ seconds=$((SECONDS - start))
 find_trained "$tag" "${@:3}"
 rm -f "$samples"  # of an earlier attempt
 
-python3 -m scripts.sample --model="$run" --num_images=$num_images --sampler=heun --steps=13 --cfg_scale=1 --batch_size=250 \
+python3 -m scripts.sample --model="$run" --num_images=$num_images --sampler=ralston --steps=9 --cfg_scale=1 --batch_size=250 \
     --npz --out="$samples"
 python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=cifar10 \
     --judge=runs/records/judge_cifar10.safetensors

@@ -19,5 +19,5 @@ eval_every = 350
 sample_every = 150
 cfg_scale = 2.0
 cfg_interval = "0.3,0.85"
-sample_steps = 10
+sample_steps = 7
 save_every = 350

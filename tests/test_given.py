@@ -70,7 +70,7 @@ def test_what_given_images_lose_is_counted(tmp_path, capsys):
     assert "a.gif: enlarged, as smaller than the resolution: 1 image\n" in out
 
 
-def test_a_mask_is_cropped_as_its_picture_is(tmp_path):
+def test_a_mask_is_cropped_as_its_picture_is(tmp_path, capsys):
     """A picture whose left third is white, used as a picture and as a mask; what is transparent is not kept."""
     for size in (
         (64, 40),
@@ -83,6 +83,7 @@ def test_a_mask_is_cropped_as_its_picture_is(tmp_path):
         red, _, _ = decode(str(tmp_path / "a.png"), [(16, 16)])[0]
         expected = red >= 128
         mask = read_mask(str(tmp_path / "a.png"), 16)
+        assert f"is of {size[0]}x{size[1]}: cropped and scaled to 16x16" in capsys.readouterr().out
         assert ((mask >= 0.5) == expected).all()
         alpha = Image.new("RGBA", size, "white")
         alpha.putalpha(picture.convert("L"))

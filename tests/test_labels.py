@@ -101,6 +101,8 @@ ASKED = {  # files, and what the line names
         spread("images/cat", "images/dog", "masks/cat", "masks/dog"),
         "--pairs has second images",
     ),
+    "CycleGAN": (spread("trainA", "trainB", "testA", "testB"), "--pairs"),
+    "VOC": (spread("VOC2012/JPEGImages", "VOC2012/SegmentationClass"), "--pairs"),
     "MVTec": (spread("bottle/train/good", "cable/train/x", "cable/test/x", "bottle/test/bad"), "folder:2"),
     "a loose image": ([*spread("set/cat", "set/dog"), "set/0.jpg"], "no class for 1 of 7 images, such as 'set/0.jpg'"),
 }
@@ -145,6 +147,15 @@ def test_what_is_left_out_is_named(tmp_path, capsys):
     assert lines[3].startswith("  left out")
     assert "fox 3" in lines[3]
     assert "test/a 3" in lines[3]
+
+
+def test_folders_of_equal_files_may_be_pairs(tmp_path, capsys):
+    """Two with the same names are noted, as photos beside drawings of them would look so; others are not."""
+    assert read(pack(tmp_path / "a", spread("photo", "sketch"), "folder")) == two("photo", "sketch", val=0)
+    assert "note: photo, sketch have as many files of the same names" in capsys.readouterr().out
+    for number, folders in enumerate([["cat", "dog", "cow"], ["cat"]]):
+        read(pack(tmp_path / str(number), spread(*folders), "folder"))
+        assert "same names" not in capsys.readouterr().out
 
 
 def test_splits_are_whole_names():
@@ -280,7 +291,7 @@ def test_suffixes_in_any_case(tmp_path, kind):
 def test_files_of_a_table_by_any_usual_column_with_or_without_suffix(tmp_path, capsys, column, suffix):
     lines = [json.dumps({column: f"a/{i}{suffix}", "y": i}) for i in range(4)]
     rows = "".join(f"{i},a/{i}{suffix},{'xy'[i % 2]},8\n" for i in range(4))
-    table = write(tmp_path / "t.csv", f",{column},Label,width\n{rows}")
+    table = write(tmp_path / "t.csv", f",{column}, Label, width\n{rows}")
     path = pack(tmp_path, spread("a", count=4), "folder")
     settings = {"file_column": "Picture"} if column == "picture" else {}
     assert read(path, labels=str(table), **settings) == two("x", "y", train=2, val=0)

@@ -60,6 +60,7 @@ MISTAKES = [
     ((*TRAIN, *EPS, "--sampler=heun", "--sample_every=0"), "sampler='heun'"),
     ((*TRAIN, *EPS, "--objective=x_prev", "--sample_steps=10", "--sample_every=0"), "accepted: 20"),
     ((*SAMPLE, "--sampler=ddim"), "auto, euler, heun, ralston, sde"),
+    ((*SAMPLE, "--n=4"), "nearest: num_images;"),
     ((*SAMPLE, "--respacing=ddim10", "--steps=0"), "respacing='ddim10'"),
     ((*SAMPLE, "--model=eps", "--respacing=60", "--steps=0"), "60 timesteps of 50"),
     ((*SAMPLE, "--model=eps", "--respacing=5,0", "--steps=0"), "respacing='5,0'; accepted: "),
