@@ -46,31 +46,48 @@ def names_file(path: str | Path):
         raise cause from None
 
 
+class Hashed:
+    """A file that is written from start to end, with the SHA-256 of its content so far."""
+
+    def __init__(self, file):
+        self.file = file
+        self.flush = file.flush
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data) -> int:
+        self.sha256.update(data)
+        return self.file.write(data)
+
+
 @contextmanager
 def writing(path: Path, manifest: dict | None = None):
-    """A temporary binary file, renamed to `path` once all of it is on the disk. `manifest` gets its size and hash."""
+    """A temporary binary file, renamed to `path` once all of it is on the disk. `manifest` gets the file's size
+    and hash, computed while writing: such a file cannot seek."""
     prefix = f".{path.name}.tmp-"
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):  # of a killed process
         with suppress(OSError), open(leftover) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another process writes it
             leftover.unlink()
     try:
-        file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, delete=False)
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix)
     except FileNotFoundError:
         raise UserError(f"cannot write {path}: its folder is gone; was it moved?") from None
     try:
-        with names_file(path), file:
+        with names_file(path), os.fdopen(fd, "wb") as file:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
+            if manifest is None:
+                yield file
+            else:
+                hasher = Hashed(file)
+                yield hasher
+                manifest[path.name] = {"size": file.tell(), "sha256": hasher.sha256.hexdigest()}
             file.flush()
-            if manifest is not None:
-                manifest[path.name] = {"size": file.tell(), "sha256": sha256_of(file.name)}
             os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
     except BaseException:
-        Path(file.name).unlink(missing_ok=True)  # it is gone if the folder was moved
+        Path(temporary).unlink(missing_ok=True)  # it is gone if the folder was moved
         raise
 
 
@@ -225,14 +242,13 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
     try:
         with (
             urllib.request.urlopen(url, timeout=60) as response,
-            writing(path) as file,
+            writing(path, {}) as file,
             Progress(num_bytes, "bytes", "downloading") as bar,
         ):
             while part := response.read(2**20):
                 file.write(part)
                 bar.update(len(part))
-            file.flush()
-            digest = sha256_of(file.name)
+            digest = file.sha256.hexdigest()
             if digest != sha256:
                 raise UserError(f"{url} sent {bar.done:,} bytes with SHA-256 {digest}, expected {sha256}")
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors

@@ -74,8 +74,8 @@ def test_the_deepest_whole_model_is_recommended(run_plan, minutes):
 
 def test_what_does_not_run_is_said(run_plan):
     _, text = run_plan("--minutes=60000")
-    assert fake_turn.depths == [4, 8, 16]  # at most twice the last
-    assert "depth 16 does not run here: not even one image" in text
+    assert fake_turn.depths == [4, 8, 12]  # at first twice the last
+    assert "depth 12 does not run here: not even one image" in text
     assert "--depth=8 " in text
 
 
