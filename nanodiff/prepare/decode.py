@@ -14,6 +14,7 @@ from nanodiff.files import raise_fault
 
 EXIF_ORIENTATION = 0x0112
 THINNEST = 32
+MAX_PIXELS = 2**26  # at up to 16 bytes each, while WebP is decoded
 FORMATS = "JPEG PNG WEBP BMP GIF TIFF PPM".split()  # decoded by Pillow itself; EPS would start Ghostscript
 
 
@@ -46,12 +47,15 @@ def import_pillow():
 
 
 def open_image(payload: str | bytes):
-    """An image file, by its path or content, as a PIL image whose pixels are not read yet; 179 million at most."""
+    """An image file, by its path or content, as a PIL image whose pixels are not read yet."""
     Image = import_pillow()
     try:
-        return Image.open(io.BytesIO(payload) if isinstance(payload, bytes) else payload, formats=FORMATS)
+        image = Image.open(io.BytesIO(payload) if isinstance(payload, bytes) else payload, formats=FORMATS)
     except Image.UnidentifiedImageError:
         raise ValueError(f"no image in a format of {', '.join(FORMATS)}") from None
+    if math.prod(image.size) > MAX_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} pixels; accepted: {MAX_PIXELS:,} in all")
+    return image
 
 
 def orientation(image) -> int:
