@@ -107,7 +107,7 @@ def write_npz(path, dataset):
     np.savez(path, arr_0=images, labels=dataset.labels(ids))
 
 
-FEW = ("--num_images=12", "--steps=2", "--cfg_scale=3", "--seed=5")
+FEW = ("--num_images=12", "--sampler=heun", "--steps=2", "--cfg_scale=3", "--seed=5")
 
 
 def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_script, quick_classifier, tmp_path):

@@ -126,6 +126,8 @@ def precision_recall(
 def copies(real: Tensor, fake: Tensor, batch_size: int = 1000) -> float:
     """Fraction of fake features (M, F) that are less than a third as far from the nearest real one (N, F) as from the
     second nearest (Yoon et al. 2023; Gu et al. 2023, arXiv:2310.02664; both on pixels)."""
-    nearest = [torch.cdist(batch, real).topk(2, largest=False).values for batch in fake.split(batch_size)]
-    first, second = torch.cat(nearest).unbind(1)
-    return float((first < second / 3).double().mean())
+    count = 0
+    for batch in fake.double().split(batch_size):
+        first, second = torch.cdist(batch, real.double()).topk(2, largest=False).values.unbind(1)
+        count += int((first < second / 3).sum())
+    return count / len(fake)
