@@ -357,7 +357,7 @@ if checkpoint:
     t_distribution.load_state_dict(train_state["timesteps"])
     scaler.lg_loss_scale = train_state["scaler"]["lg_loss_scale"]
     progress |= meta["loop"]
-    meter.load_state_dict(train_state.get("sums", {}))
+    meter.load_state_dict(train_state.get("meter", []))
 
 run_info = dict(config=config, data=codec.data, model=asdict(model_config), num_params=num_params)
 run_info |= dict(num_iterations=num_iterations, flops_per_image=flops_per_image)
@@ -390,7 +390,7 @@ def save():
         tensors = {
             "model": host_copy(raw_model.state_dict()),
             "optim": optim_state,  # whatever the number of ranks
-            "train": dict(timesteps=loss_history, scaler=dict(lg_loss_scale=scaler.lg_loss_scale), sums=sums),
+            "train": dict(timesteps=loss_history, scaler=dict(lg_loss_scale=scaler.lg_loss_scale), meter=sums),
         } | averages  # ema_0.999 and so on
         new_meta = {
             "step": step,

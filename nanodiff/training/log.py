@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from nanodiff.common import Progress, Tensors, UserError, get_dist, is_first_rank, print0
-from nanodiff.device import environment, peak_flops, peak_memory_gb, synchronize
+from nanodiff.device import environment, host_copy, peak_flops, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import unit
-from nanodiff.dist import leave_together, over_ranks, stop_signal
+from nanodiff.dist import gather_objects, leave_together, over_ranks, stop_signal
 from nanodiff.files import names_file, read_json, write_atomic, write_json
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import go_back, trim_metrics, way_back
 
 
 def quartile_sums(t, values, weight, process) -> Tensor:
-    """(3, 4) fp32: the sums of weight * values (N,), of weight (N,) and of 1 in each quarter of the range of t (N,)."""
+    """(2, 4) fp32: the sums of weight * values (N,) and of weight (N,) in each quarter of the range of t (N,)."""
     quarter = (unit(t, process) * 4).long().clamp(max=3)
-    terms = torch.stack([weight * values.detach(), weight, torch.ones_like(weight)])  # (3, N)
-    return terms.new_zeros(3, 4).index_add(1, quarter, terms)
+    terms = torch.stack([weight * values.detach(), weight])  # (2, N)
+    return terms.new_zeros(2, 4).index_add(1, quarter, terms)
 
 
 @dataclass
@@ -48,19 +48,25 @@ class Meter:
 
     def restart(self) -> None:
         """Forget what the last line has reported."""
-        self.sums = defaultdict(int)  # name -> (3, 4): see quartile_sums
+        self.sums = defaultdict(int)  # name -> (2, 4): see quartile_sums
+        self.num_images = 0
         self.steps = 0
         self.seconds = 0.0
         self.data_seconds = 0.0
 
-    def state_dict(self) -> Tensors:
-        """A collective: the sums for the next line, over all ranks, in fp64 on the CPU."""
-        return {name: over_ranks(x.cpu().double()) for name, x in self.sums.items()}
+    def state_dict(self) -> list[dict]:
+        """A collective: each rank's sums for the next line; empty except on rank 0."""
+        # A copy, as add() changes the sums while a checkpoint is written
+        return gather_objects({"images": self.num_images, "sums": host_copy(self.sums)})
 
-    def load_state_dict(self, state: Tensors) -> None:
-        """Each of any number of ranks takes an equal share."""
-        for name, x in state.items():
-            self.sums[name] = (x / get_dist()[2]).float().to(self.device)
+    def load_state_dict(self, state: list[dict]) -> None:
+        """Share the states out among any number of ranks."""
+        rank, _, world = get_dist()
+        if state:
+            self.num_images = state[0]["images"]
+        for rank_state in state[rank::world]:
+            for name, x in rank_state["sums"].items():
+                self.sums[name] += x.to(self.device)
 
     def start_step(self, passes: int) -> None:
         """`passes`: micro-batches, shown in the first step, which may take minutes."""
@@ -74,6 +80,7 @@ class Meter:
         t = terms.pop("t", t)
         for name, x in terms.items():
             self.sums[name] += quartile_sums(t, x, weight, self.process)
+        self.num_images += len(t) * get_dist()[2]
         self.parts.append((t, terms["loss"].detach()))
         self.step_data_seconds += data_seconds
         if self.bar:
@@ -139,9 +146,9 @@ class Meter:
         """{"train/loss": weighted mean over ranks and steps, "train/loss_q0": the same in the first quarter of t, ...};
         also of the other terms."""
         means = {}
-        for name, sums in self.state_dict().items():
-            totals, weights, counts = sums
-            means[f"train/{name}"] = float(totals.sum() / counts.sum())
+        for name, sums in self.sums.items():
+            totals, weights = over_ranks(sums.cpu().double())
+            means[f"train/{name}"] = float(totals.sum()) / self.num_images
             for i, mean in enumerate((totals / weights).tolist()):  # NaN without images
                 means[f"train/{name}_q{i}"] = mean
         return means

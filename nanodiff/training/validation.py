@@ -51,7 +51,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
         return quartile_sums(t, loss, torch.ones_like(loss), process).cpu().double()
 
     sums = gather_sums(sums_of, val_set, n, batch_size, "validation")
-    total, counts, _ = from_first_rank(sum(sums), "the validation loss")
+    total, counts = from_first_rank(sum(sums), "the validation loss")
     return float(total.sum() / n), (total / counts).tolist()
 
 
