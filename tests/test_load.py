@@ -27,6 +27,9 @@ DATA = dict(
     resolution=8,
     num_classes=2,
     class_names=["a", "b"],
+    given_channels=0,
+    vector_dim=0,
+    vector_len=0,
 )
 CONFIG = dict(
     objective="eps",
