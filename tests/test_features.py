@@ -168,10 +168,10 @@ def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys)
 
 def test_a_model_of_latents_is_compared_with_the_images_they_are_of(monkeypatch):
     sets = {
-        "sd": {"kind": "latents", "latents": {"source": "photos"}},
-        "photos": {"kind": "images"},
+        "sd": SimpleNamespace(kind="latents", latents={"source": "photos"}),
+        "photos": SimpleNamespace(kind="images", latents=None),
     }
-    opened = lambda name, split: SimpleNamespace(meta=sets[name], name=name, split=split, channels=3)
+    opened = lambda name, split: SimpleNamespace(data=sets[name], name=name, split=split, channels=3)
     monkeypatch.setattr(features, "open_dataset", opened)
     for source in sets:
         assert features.image_set(source, "val") == opened("photos", "val")
