@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -101,7 +102,7 @@ def draw(run_script, tmp_path):
 def script_settings(name, *argv):
     """The settings of a script with presets and arguments, without running it."""
     path = ROOT / "scripts" / f"{name}.py"
-    head = path.read_text().split("\nconfig = configure(globals()")[0]
+    head = re.split(r"\n(?:config = )?configure\(globals\(\)", path.read_text())[0]
     names = {"__file__": str(path)}
     exec(compile(head, str(path), "exec"), names)
     return configure(names, list(argv), modules=names.get("MODULES", ()))
