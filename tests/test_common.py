@@ -146,12 +146,10 @@ def test_a_fault_of_the_machine_is_no_damaged_file(fault):
 
 def test_a_verifier_whose_machine_fails_does_not_blame_the_file(base, monkeypatch):
     faults = []
-    for fault in (
-        MemoryError(),
-        OSError(errno.EIO, "EIO"),
-    ):
+    shapes = dataset.open_dataset("shapes")
+    for fault in (MemoryError(), OSError(errno.EIO, "EIO")):
         monkeypatch.setattr(dataset, "sha256_of", Mock(side_effect=fault))
-        errors = dataset.start_verifying(dataset.open_dataset("shapes"))
+        errors = dataset.start_verifying(shapes)
         while not errors:
             time.sleep(0.01)
         faults += errors
