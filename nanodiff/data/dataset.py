@@ -368,13 +368,14 @@ def open_npy(path: Path, *shape: int) -> np.ndarray:
 def write_npy(path: Path, array: np.ndarray) -> dict:
     """Write an array as an .npy file, whole or not at all -> its entry in meta.json."""
     array = np.ascontiguousarray(array)
-    with writing(path) as file:
+    manifest = {}
+    with writing(path, manifest) as file:  # hashed on the way: numpy's writing to a plain file names no cause when full
         np.save(file, array)
     entry = {
         "file": path.name,
         "num_images": len(array),
-        "bytes": path.stat().st_size,
-        "sha256": sha256_of(path),
+        "bytes": manifest[path.name]["size"],
+        "sha256": manifest[path.name]["sha256"],
     }
     if len(set(array.shape[2:])) == 2:  # an image that is not square
         entry["size"] = array.shape[2:]
