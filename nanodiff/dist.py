@@ -37,7 +37,7 @@ def collective(name: str):
         raise LostRank(f"rank {rank} of {world}: {name} failed {duration}, {reason}: {cause}") from e
 
 
-@collective("the meeting of the ranks")
+@collective("the rendezvous")
 def join_ranks(device: torch.device, timeout_s: float) -> None:
     """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting. 0 =
     $NANODIFF_RANK_TIMEOUT, by default 600."""
@@ -123,7 +123,7 @@ def compare_ranks(config: Settings) -> None:
         if differences:
             fault = f"rank {rank} has {'; '.join(differences)}; accepted: the same on every rank"
     fault = from_first_rank(fault, "the settings")
-    if fault:  # every rank says so, as launchers may show only one's lines
+    if fault:  # raise on every rank: launchers may show only one
         raise UserError(fault)
 
 
@@ -137,7 +137,7 @@ def leave_together() -> None:
 
 
 class Stopped(BaseException):
-    """A signal to any rank has ended an evaluation, on all ranks. No Exception: libraries must not catch it."""
+    """A signal to any rank has ended an evaluation, on all ranks. BaseException: libraries must not catch it."""
 
 
 class StopSignal:

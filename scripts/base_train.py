@@ -79,7 +79,7 @@ cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with the same settings;
-#                  changed = though rates or length differ; a number = changed, from that step
+#                  changed = despite new rates or length; a number = changed, from that step
 seed = 42  # >= 0: seed of weights, order of images, noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: of matrix products and activations; weights and optimizer stay float32
@@ -108,11 +108,11 @@ label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for c
 optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices, AdamW for the rest; or AdamW for all
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 beta2 = 0.95  # [0, 1): AdamW's decay of the mean squared gradient
-grad_clip = 1.0  # > 0 or -1: scale larger gradients down to this norm, which AdamW feels more than Muon; -1 = never
+grad_clip = 1.0  # > 0 or -1: scale larger gradients down to this norm (affects AdamW more than Muon); -1 = never
 warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
 warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly
 ema_rates = "0.999"  # weight averages, comma-separated; the first is sampled; "" = none
-ema_ramp = True  # average over less at first, to forget the initial weights: rate <= (1 + step) / (10 + step)
+ema_ramp = True  # average fewer steps early on, to forget initial weights: rate <= (1 + step) / (10 + step)
 # Evaluation
 eval_images = 1024  # >= 1: validation images
 fid_every = -1  # >= -1: steps between distances of samples, precision, recall
@@ -455,7 +455,7 @@ while True:
                     image_set = val_set or train_set
                     grid = sample_grid(raw_model, process, image_set, codec, sample_settings, device_batch_size)
                     log.grid(grid, step)
-        if stop_signal.is_stopping:  # a signal has ended this, which is repeated on resume
+        if stop_signal.is_stopping:  # a signal cut this short; resuming repeats it
             continue
         if figures:
             print0(log.evaluation(step, figures))

@@ -27,7 +27,7 @@ WHOLE = 8  # tokens per parameter; sizes that got as many reached the lowest los
 SHALLOW = 4  # a shallower model gets larger patches, as in runs/cifar10_cpu.py: fewer tokens, so more blocks
 MOST_EPOCHS = 100  # with more, a small set is memorised
 NUM_CHECKS = 4  # validations and grids of a run
-IMAGES_PER_CHECK = 4000  # that are trained on in the time of one
+IMAGES_PER_CHECK = 4000  # trained on in the time one takes
 
 configure(globals())
 num_images = len(open_dataset(data, "train"))

@@ -300,7 +300,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_log():
         time, unit, price = re.fullmatch(r"(\d+) (minute|hour)s?, (.*)", whole).groups()
         assert int(time) == round(hours * {"minute": 60, "hour": 1}[unit])
         assert price in (f"{300 * hours:.0f} cents", f"${3 * hours:.0f}")
-        measured, at_once = re.match(r"(\d+) at (\d+), ~", memory).groups()
+        measured, at_once = re.match(r"(\d+) GiB at batch (\d+), ~", memory).groups()
         assert re.search(rf"^depth {depth}, .*\b{at_once}\b.* {speed} images/s.* {measured}\b.* GiB$", log, re.M)
 
 

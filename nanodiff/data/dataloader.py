@@ -21,7 +21,7 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
     """The elements (n,) int64 at `positions` (n,) of a random order of 0..num-1, which is a function of `key`.
 
     A bijection without a table: a Feistel network permutes [0, 4^k), the smallest such range that holds num; each of
-    its rounds swaps the halves of a number's bits and mixes one of them. Results >= num go through it again.
+    its rounds swaps the halves of a number's bits and mixes one of them. Results >= num are permuted again.
     """
     bits = int(num - 1).bit_length()
     half = np.uint64(max(1, (bits + 1) // 2))

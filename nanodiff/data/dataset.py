@@ -237,7 +237,7 @@ def match_labels(
 
 
 def same_order(names: list[str], vocabulary: list[str]) -> bool:
-    """Can equally many classes be matched by order, as one side calls them "0", "1", ...?"""
+    """Are there as many classes, and does one side call them "0", "1", ...?"""
     numbers = [*map(str, range(len(names)))]
     return len(names) == len(vocabulary) and numbers in ([*names], [*vocabulary])
 
@@ -389,7 +389,7 @@ class DatasetWriter:
     be changed: class_names ([] = unlabelled), resolution (0 = the images'), given_channels and given_scaling of second
     images (whose channels follow the images'), the images' source.
 
-    Refuses to replace a set without `overwrite`, or a folder that is no set.
+    Refuses to replace a set without `overwrite`, or a folder that is not a set.
     """
 
     def __init__(self, name, class_names=(), overwrite=False):

@@ -16,7 +16,7 @@ from nanodiff.conditions import null_condition
 # How a network sees t
 TIMES = {
     "1000t": lambda t: 1000.0 * t,  # the range that timestep_embedding is made for
-    # 16 times slower waves: neighbouring t look alike, so that seldom-trained t gain from the others
+    # waves 16 times slower: nearby t look alike, so rarely trained t learn from the others
     "62.5t": lambda t: 62.5 * t,
     "t": lambda t: t,  # REPA
     "1-t": lambda t: 1.0 - t,  # SiT
@@ -63,7 +63,7 @@ def ralston_step(velocity, x, t, t_next):
 def ralston(velocity, x, t, t_next, generator):
     """Third order, three evaluations per step; the last step, from t = 0.08, is Euler's.
 
-    Few training images have a smaller t, so that the velocity is noisy there. Euler's step is the posterior mean.
+    Few training images have a smaller t, so the velocity is noisy there. Euler's step is the posterior mean.
     """
     if t_next == 0:
         return euler(velocity, x, t, t_next, generator)
@@ -89,9 +89,9 @@ SAMPLERS = {"euler": euler, "heun": heun, "ralston": ralston, "sde": sde}
 
 
 class Training(NamedTuple):
-    """What a loss depends on in training alone."""
+    """What a loss needs only in training."""
 
-    progress: float  # the fraction of the run that is over
+    progress: float  # fraction of the run completed
     draw: Callable  # draw(x): random numbers uniform in [0, 1), of x's shape, a row per image
 
 

@@ -42,7 +42,7 @@ class FlowMap(FlowMatching):
     default_sampler = "map"
     default_steps = 4
     teacher = None  # for training
-    classes = None  # the teacher's number of each class, then of the null class
+    classes = None  # the teacher's class index per class, null last
 
     def learn_from(self, teacher) -> None:
         """`teacher`: a trained flow model (formats.load.Loaded)."""

@@ -224,7 +224,7 @@ class GaussianDiffusion:
         T = self.num_timesteps
         timesteps = space_timesteps(T, str(steps))
         if len(timesteps) == 1:
-            timesteps = [T - 1]  # from noise; the published rule keeps t = 0
+            timesteps = [T - 1]  # pure noise; published code keeps t = 0
         if len(timesteps) == T:
             return self
         if self.objective == "x_prev":

@@ -46,7 +46,7 @@ def choose_guidance(
 
 
 def make_denoiser(model, cond: Tensors, settings):
-    """denoiser(x_t, model_t, at) -> guided prediction; `cond`, the model's other inputs (see conditioning), is bound.
+    """denoiser(x_t, model_t, time) -> guided prediction; `cond`, the model's other inputs (see conditioning), is bound.
 
     `time`: the t of all images, a float in [0, 1]. Reading it from a tensor would wait for the GPU.
 

@@ -1,6 +1,6 @@
 """From a file to a model: build(*read(*find(name)), device) is load_run.
 
-Each of our files of weights describes itself. A reader returns (meta, tensors). meta has step, ema, arch, config (the
+Our weight files describe themselves. A reader returns (meta, tensors). meta has step, ema, arch, config (the
 settings), model_config, data (a DataInfo), path and source, and for adapters lora. tensors have our parameter names.
 """
 

@@ -60,7 +60,7 @@ def inherited(config) -> dict:
             names.remove("timesteps")  # its weights would not belong to the t that a map draws
     if objective == settings["objective"]:
         names += ["sample_steps", "sampler"]
-        if shape["class_cond"] or settings.get("cfg_scale", 1) != 1:  # 1 may be all that a model without classes can
+        if shape["class_cond"] or settings.get("cfg_scale", 1) != 1:  # a model without classes may support only 1
             names += ["cfg_scale", "cfg_interval"]
     if settings.get("guided_from", 1.0) < 1 and (checkpoint or learns_guidance(settings, meta["step"])):
         if not checkpoint:

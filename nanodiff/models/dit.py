@@ -170,7 +170,7 @@ def attention(q, k, v):
     """softmax(q k^T / sqrt(head_dim)) v; each (N, heads, T, head_dim). On GPUs in bf16 and fp16 a flash kernel."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.size(2) <= 288:
         # The fused CPU kernel gains nothing from bf16: a compiled step of a modern d4 takes 186 ms with it, 132 without
-        # (64 tokens, batch 32, one Zen 5 core). Longer sequences need its lower memory.
+        # (64 tokens, batch 32, one Zen 5 core). Long sequences need it to save memory.
         scores = q @ k.mT * q.size(-1) ** -0.5  # (N, heads, T, T)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
         return weights.to(v.dtype) @ v
@@ -208,7 +208,7 @@ class Block(nn.Module):
         self.ada = nn.Linear(C, 6 * C)
 
     def forward(self, x, c, rotation):
-        # x (N, T, C), fp32 or bf16; the six (N, 1, C), .float() because 1 + scale in bf16 would round scale to 1/128
+        # x (N, T, C), fp32 or bf16; the six (N, 1, C), in fp32: bf16's 1 + scale has steps of 1/128
         shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(c).float().unsqueeze(1).chunk(6, dim=-1)
         # Gates and sums are computed in fp32, then rounded to x's dtype
         h = modulate(self.norm, x, shift1, scale1)
@@ -278,7 +278,7 @@ class DiT(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Published init, drawn on the CPU, so that every device starts from the same weights.
 
-        Xavier-uniform matrices, embeddings of deviation 0.02; biases, adaLN and the last layer are zero, so each block
+        Xavier-uniform matrices, embeddings with std 0.02; biases, adaLN and the last layer are zero, so each block
         starts as the identity (adaLN-Zero) and the prediction as 0. A single vector's embedding starts at 0 too.
         """
         zero = ("ada", "final")
@@ -290,7 +290,7 @@ class DiT(nn.Module):
                 w.normal_(std=0.02, generator=generator)
             elif p.ndim > 1 and not any(part in name for part in zero):
                 nn.init.xavier_uniform_(w, generator=generator)
-            if name == "h_embed.2.weight":  # so a tuned flow model is at once a flow map, good for short jumps
+            if name == "h_embed.2.weight":  # so a flow model starts out as a flow map, good for short jumps
                 w.zero_()
             p.copy_(w)
 

@@ -148,7 +148,7 @@ class ModelSamples:
 
     @property
     def is_mixed(self) -> bool:
-        """True if samples have several shapes. Samples 8k to 8k + 7 share one."""
+        """True if samples have several shapes. Each run of 8 samples shares one."""
         return not self.size and len(self.codec.shapes) > 1
 
     @property
@@ -235,7 +235,7 @@ class ModelSamples:
         return in_batches(ids, batch_size)
 
     def sample(self, noise, cond: Tensors, **more) -> Tensor:
-        """x0 (N, C, H, W) from noise; `more`: generator, progress and known for process.sample."""
+        """x0 (N, C, H, W) from noise; `more`: generator, progress and start_image for process.sample."""
         settings = self.settings
         denoiser = make_denoiser(self.model, cond, settings)
         return self.process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta, **more)

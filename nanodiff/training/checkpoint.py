@@ -39,7 +39,7 @@ from nanodiff.safetensors import described, save_safetensors
 def is_base(run_dir: Path, step: int) -> bool:
     """Do adapters or a flow map of another run need this checkpoint?"""
     base = f': "{run_dir.name},step={step},ema='
-    with contextlib.suppress(OSError):  # another run deletes one now: asked again after the next checkpoint
+    with contextlib.suppress(OSError):  # another run is deleting one: retried after the next checkpoint
         return any(base in meta.read_text() for meta in run_dir.parent.glob("*/checkpoints/*/meta.json"))
     return True
 
@@ -227,7 +227,7 @@ def go_back(run_dir: Path, step: int) -> bool:
 
 
 def way_back(run_dir: Path) -> str:
-    """What to try when a gradient or figure is not finite. The newest checkpoint may already be diverging."""
+    """What to try when a gradient or metric is not finite. The newest checkpoint may already be diverging."""
     steps = ", ".join(map(str, intact_steps(run_dir))) or "none"
     return (
         f"give --resume=STEP from before the loss grew (saved: {steps}) or --model_tag=NEW, and "

@@ -60,7 +60,7 @@ def descend(P, U, rate, decay, finite):
 
 
 def pays_to_compile(device: torch.device) -> bool:
-    """Does torch.compile make Muon's element-wise arithmetic faster? On a CPU it takes longer than it saves."""
+    """Does torch.compile make Muon's element-wise arithmetic faster? On a CPU it costs more than it saves."""
     return device.type == "cuda" and not why_not_compiled(device)
 
 
@@ -89,7 +89,7 @@ class Muon:
         mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (step - 1) / MOMENTUM_WARMUP)
         rate = group["lr"] * max(1.0, rows / cols) ** 0.5
         factors = [mu, rate, group["lr"] * group["weight_decay"]]
-        if self.compiled:  # a changing number would recompile; copying one to a GPU would wait for it
+        if self.compiled:  # a changing number would recompile; copying one to a GPU would sync
             factors = [torch.full((), x, device=P.device) for x in factors]
         X = self.look_ahead(G, M, factors[0], self.dtype)
         self.descend(P, polar_express(X), *factors[1:], finite)

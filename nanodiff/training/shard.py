@@ -59,7 +59,7 @@ def cut_group(group: dict, world: int) -> list[dict]:
     """A group's parameters {name: p}, cut in the model's order into up to 8 parts of about equal size.
 
     More parts overlap more of the exchange with backward. Small messages are slow, so a part has LEAST_PART numbers or
-    more. Few matrices cannot be shared equally among ranks, so padding is limited to a tenth.
+    more. A few matrices rarely split evenly, so padding is capped at a tenth.
     """
     params = group["params"]
     ends = list(itertools.accumulate(p.numel() for p in params.values()))
