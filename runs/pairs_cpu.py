@@ -14,5 +14,6 @@ warmdown_ratio = 0.8
 eval_every = 200
 sample_every = 400
 cfg_scale = 1.5
-sample_steps = 7
+sampler = "heun"
+sample_steps = 10
 save_every = 200

@@ -16,5 +16,6 @@ eval_every = 300
 sample_every = -1
 cfg_scale = 2.0
 cfg_interval = "0.3,0.85"
-sample_steps = 7
+sampler = "heun"
+sample_steps = 10
 save_every = 300
