@@ -124,7 +124,7 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
     )
     assert given.items() <= drawn.items()
     run_script("sample", *TIMELESS, *few, "--npz", f"--out={tmp_path}/s")
-    figures = ["fd_classifier", "kd_classifier", "kd_classifier_std", "precision", "recall", "class_accuracy"]
+    figures = ["fd_classifier", "kd_classifier", "kd_classifier_std", "precision", "recall", "copies", "class_accuracy"]
     read = evaluate(run_script, "fd_classifier", f"--samples={tmp_path}/s.npz")  # it says which set it belongs to
     assert read["samples_protocol"]["seed"] == 5
     assert read["num_images"] == 12

@@ -112,6 +112,16 @@ def test_precision_recall_of_points_in_sight():
     assert precision_recall(real, real + 100) == (0, 0)
 
 
+def test_copies_are_much_nearer_to_one_image_than_to_the_next():
+    """At any scale and distance from the origin; new points of the distribution are none."""
+    real = randn(1200, 16)
+    copied = real[:30] + 0.01 * randn(30, 16, seed=1)
+    fake = torch.cat([copied, randn(70, 16, seed=2)])
+    for scale, offset in ((1, 0), (1e-3, 0), (1, 1e4)):
+        share = distances.copies((scale * real + offset).float(), (scale * fake + offset).float(), batch_size=7)
+        assert share == 0.3
+
+
 def test_precision_recall_does_not_depend_on_the_batch_nor_on_the_origin():
     x = randn(150, 12)
     y = 0.8 * randn(130, 12, seed=1) + 0.3
