@@ -17,6 +17,7 @@ from configurator import configure
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: threads hang in forks, and wait on a busy machine
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
 
 
 def golden(name):
