@@ -314,7 +314,7 @@ def test_a_published_recipe_is_told_the_loss_to_expect(base):
     facts = json.loads((folder / "config.json").read_text())
     facts["model"] |= {"depth": 3, "patch_size": 4}
     facts["data"]["name"] = "cifar10"
-    facts["num_iterations"] = 4000
+    facts["num_iterations"] = 8000
     (folder / "config.json").write_text(json.dumps(facts))
     lines = [{"step": step, "train/loss": 0.15 + 1e-5 * step} for step in range(10, 2500, 10)]
     log(folder, lines)
