@@ -93,6 +93,8 @@ if not name:
         stem = os.path.basename(os.path.abspath(path))
         name = stem.split(".")[0] or stem
     name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
+if name in dataset.SHAPES:
+    raise UserError(f"name={name!r} is an embedded set, drawn on first use; choose another --name")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Read, decode and write the images, part by part

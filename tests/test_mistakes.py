@@ -142,6 +142,7 @@ MISTAKES = [
     ((*EXPORT, "--out=file/x.safetensors"), "file/x"),
     # preparing data
     (PREPARE, "path"),
+    ((*PREPARE, "--source=shapes", "--name=shapes32"), "'shapes32' is an embedded set"),
     ((*PREPARE, "--path=objects.npz"), "objects.npz"),
     ((*PREPARE, "--source=shapes", "--name=tiny"), "tiny"),
     (BUCKETS, "resolution=0; accepted with aspect_buckets: multiples of 16"),
