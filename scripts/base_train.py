@@ -345,7 +345,7 @@ if fid_every >= 0:
 # Resume
 
 progress = {"train_time_s": 0.0, "wandb_id": None, "log_lines": 0, "running_loss": 0.0}
-passes = (6 if sampler == "ralston" else 2) * sample_steps  # of a guided sample; for the time left, as are the costs
+passes = (6 if sampler == "ralston" else 2) * sample_steps  # network calls of a guided sample: for the time left
 costs = [(eval_every, 2 * eval_images), (sample_every, 64 * passes), (fid_every, fid_images * passes)]
 meter = Meter(process, device, compute_dtype, costs, progress)
 if checkpoint:
