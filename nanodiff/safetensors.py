@@ -105,7 +105,7 @@ def read_tensors(path: Path) -> tuple[Tensors, dict]:
     """(tensors, metadata) of a .safetensors file, whatever its suffix, or (tensors, {}) of a file by torch.save."""
     if path.suffix == ".json":
         raise UserError(f"{path} holds no weights; if it is an index of shards, join them: only whole files are read")
-    with reading(path), open(path, "rb") as file:
+    with open(path, "rb") as file:
         start = file.read(9)
     if start[8:] == b"{":  # behind the header's length; never so in a zip or a pickle
         return load_safetensors(path)

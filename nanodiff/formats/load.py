@@ -174,8 +174,8 @@ def find(name, **run_options):
 def read_file(path: Path, options: Settings):
     """Read (meta, tensors in fp32) from a file of weights or adapters. `options`: what a published file lacks."""
     origin = {"path": path, "source": with_options(path, options)}
-    tensors, metadata = read_tensors(path)
     with reading(path, NO_MODEL):
+        tensors, metadata = read_tensors(path)
         if "model_config" not in metadata:
             meta, tensors = read_published(path, tensors, options)
         elif options:
