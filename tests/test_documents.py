@@ -147,7 +147,7 @@ def test_the_pages_run_from_top_to_bottom(place, run_script):
             if not (place / "runs" / preset.stem).exists():
                 run("base_train", f"runs/{preset.name}")
         more = [*SMALLER.get(script, [])]
-        if "steps" in given:
+        if "steps" in given and script == "base_eval":
             more.append("--steps=1,2")
         if script == "base_train":
             settings = script_settings(script, *args)
@@ -158,7 +158,7 @@ def test_the_pages_run_from_top_to_bottom(place, run_script):
                 more.append("--width=64")
             if settings["objective"] == "eps":
                 more.append("--num_timesteps=5")
-            if is_example or "init_from" in given:  # they stand side by side
+            if (is_example or "init_from" in given) and "model_tag" not in given:  # they stand side by side
                 examples.append(command)
                 more += [f"--model_tag=example{len(examples)}"]
         words = [re.sub(r"(?<==)\w+|^\w+$", lambda word: STAND_INS.get(word[0], word[0]), arg) for arg in args]
