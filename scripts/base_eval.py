@@ -5,7 +5,7 @@ Evaluate a trained model, or images in a file or a folder.
     python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion; by timestep in the file
     python -m scripts.base_eval --metric=class_accuracy     # do samples show the class they were asked for?
     python -m scripts.base_eval --metric=well_formed        # are samples drawn as well as real shapes? embedded sets
-    python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, KID, IS, precision, recall
+    python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, IS, precision, recall
     python -m scripts.base_eval --metric=fd_classifier      # the same with the data set's classifier: no download
     python -m scripts.base_eval --metric=fd_classifier --sampler=euler,heun --steps=5,10,25    # one row for each pair
     python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10    # or a folder of PNG or JPEG files
@@ -78,7 +78,6 @@ FIGURES = {  # what is printed, in this order; the file has all figures
     "fid": "FID {:.3f}, lower is better",
     "fd_classifier": "distance (fd_classifier) {:.3f}, lower is better",
     "fd_simclr": "distance (fd_simclr) {:.3f}, lower is better",
-    "kid": "KID {:.5f}",
     "inception_score": "IS {:.3f}",
     "precision": "precision {:.3f}",
     "recall": "recall {:.3f}",

@@ -53,12 +53,8 @@ def test_the_order_of_distances(metric):
     assert apart < 0.1 * to_blurred
     assert 0.1 * to_blurred < distance(whole, noise)
     near = features.compare(metric, other_half, half)
-    blurry = features.compare(metric, blurred, half)
     noisy = features.compare(metric, noise, half)
     assert near[metric] == pytest.approx(apart)
-    kernel = metric.replace("fd", "kd")
-    assert abs(near[kernel]) < 0.1 * blurry[kernel]
-    assert 0.1 * blurry[kernel] < noisy[kernel]
     for figure in ("precision", "recall"):
         assert near[figure] > 0.8
         assert noisy[figure] < 0.1

@@ -7,7 +7,7 @@ from conftest import refused
 from numpy.testing import assert_allclose
 
 from nanodiff.metrics import distances
-from nanodiff.metrics.distances import frechet_distance, inception_score, kernel_distance, precision_recall
+from nanodiff.metrics.distances import frechet_distance, inception_score, precision_recall
 from nanodiff.metrics.features import load_stats
 
 
@@ -67,21 +67,6 @@ def test_published_reference_statistics(tmp_path):
     refused("damaged or truncated: KeyError", load_stats, file, 2)
     file.write_text("text")
     refused("damaged or truncated", load_stats, file, 2)
-
-
-def test_kernel_distance_in_closed_form():
-    """Of the unbiased estimate, which leaves out an image's kernel with itself."""
-    # One feature, x half 1 and half -1, y = 0. Of the n - 1 others, n/2 - 1 are like an x: k = 2^3 with them, else 0;
-    # k(y, y') = k(x, y) = 1.
-    n = 400
-    x = (torch.arange(n) % 2 * 2.0 - 1)[:, None]
-    mean, deviation = kernel_distance(x, torch.zeros(n, 1), num_subsets=2)
-    expected = 8 * (n / 2 - 1) / (n - 1) + 1 - 2
-    assert mean == pytest.approx(expected, rel=1e-9)
-    assert deviation < 1e-9
-    # Over random subsets the mean is that of all pairs.
-    subsets, deviation = kernel_distance(x, torch.zeros(n, 1), num_subsets=200, subset_size=50)
-    assert subsets == pytest.approx(mean, abs=4 * deviation / 200**0.5)
 
 
 def test_inception_score_in_closed_form():

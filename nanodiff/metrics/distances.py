@@ -45,34 +45,6 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     return max(float(total), 0.0)
 
 
-def kernel_distance(
-    x: Tensor,
-    y: Tensor,
-    num_subsets: int = 100,
-    subset_size: int = 1000,
-):
-    """KID (Binkowski et al. 2018) of features (N, F) and (M, F): mean and deviation over random subsets.
-
-    It is an unbiased squared MMD with kernel (x . y / F + 1)^3: between sets of one distribution it averages 0.
-    """
-    m = min(subset_size, len(x), len(y))
-    generator = make_generator(0)
-
-    def draw(features):
-        order = torch.randperm(len(features), generator=generator)
-        return features[order[:m]].double()
-
-    values = torch.empty(num_subsets, dtype=torch.float64)
-    for i in range(num_subsets):
-        both = torch.cat([draw(x), draw(y)])
-        kernel = (both @ both.T / both.shape[1] + 1) ** 3  # (2m, 2m)
-        kernel.fill_diagonal_(0)  # unbiased: no image with itself
-        inside = kernel[:m, :m].sum() + kernel[m:, m:].sum()
-        between = kernel[:m, m:].mean()
-        values[i] = inside / (m * (m - 1)) - 2 * between
-    return float(values.mean()), float(values.std(correction=0))
-
-
 def inception_score(logits: Tensor, splits: int = 10) -> tuple[float, float]:
     """exp(mean KL(p(y|x) || p(y))) of logits (N, K) (Salimans et al. 2016): mean and deviation over `splits` parts.
 

@@ -21,7 +21,6 @@ from nanodiff.metrics.distances import (
     copies,
     frechet_distance,
     inception_score,
-    kernel_distance,
     mean_and_covariance,
     outer_sums,
     precision_recall,
@@ -30,7 +29,7 @@ from nanodiff.metrics.inception import load_inception
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, inputs_of
 
 DISTANCES = ("fid", "fd_classifier", "fd_simclr")
-MAX_VECTORS = 10_000  # feature vectors kept for KID, precision and recall; 82 MB for Inception
+MAX_VECTORS = 10_000  # feature vectors kept for precision and recall; 82 MB for Inception
 SIMCLR = Path(__file__).parents[2] / "runs" / "records" / "simclr_cifar10.safetensors"
 VERSION = 1  # bump when an image's features change: cached ones are then recomputed
 
@@ -137,9 +136,7 @@ def reference_features(dataset: Dataset, network) -> Features | None:
 
 
 def compare(metric: str, samples: Features, reference: Features) -> dict:
-    """The Frechet distance; kernel distance, precision and recall if the reference keeps features; the Inception score
-    for "fid".
-    """
+    """The Frechet distance; precision and recall if the reference keeps features; the Inception score for "fid"."""
     result = {metric: frechet_distance(samples.mu, samples.sigma, reference.mu, reference.sigma)}
     real = reference.some
     if real is not None:
@@ -147,8 +144,6 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
         n = min(len(fake), len(real))
         if n < 10:
             raise UserError(f"{metric} needs 10 images or more, got {len(fake)} and {len(real)}")
-        kernel = metric.replace("f", "k", 1)  # "fid" -> "kid", "fd_..." -> "kd_..."
-        result[kernel], result[f"{kernel}_std"] = kernel_distance(fake, real)
         result["precision"], result["recall"] = precision_recall(real[:n], fake[:n])
         if len(real) < MAX_VECTORS:  # all images of the set
             result["copies"] = copies(real, fake)
