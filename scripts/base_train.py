@@ -414,8 +414,7 @@ def save():
 
 model = compiled(raw_model, device, num_iterations, compile)
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
-# At step s, micro-step m, rank r gets images from position s*total_batch_size + (m*world + r)*device_batch_size onwards
-# of a stream shuffled by (seed, epoch) alone
+# At step s, micro-step m, rank r reads from s*total_batch_size + (m*world + r)*device_batch_size on, in a seeded order
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
 images, stored_cond = next(loader)  # (B, C, H, W), {"y": labels (B,), other conditions}
 saver = Saver(start_step if checkpoint else -1)
@@ -483,8 +482,7 @@ while True:
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, images in [-1, 1]
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
-        # Drop the conditions of some images: guidance also needs the model without them. A dropped label becomes the
-        # null class, one beyond the last; vectors and second images become NaN
+        # For guidance some images lose their conditions: a label becomes the null class, the rest NaN
         cond = from_stored(stored_cond, codec.data, flips)
         cond = conditioning(model_config, cond, x0, is_dropped=u_drop[rows] < label_drop)
         if dropout:
@@ -503,27 +501,34 @@ while True:
         scaler.scale(loss).backward()
         images, stored_cond = next(loader)  # while the GPU is busy
         meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
-    step_t, step_losses = meter.losses()  # of this rank's images
 
     # Exchange: each rank gets the average gradient of its share of the parameters; a stop signal travels with the norm
     norm = optim.sync_grads(stop_signal.number) * scaler.inv_scale  # global L2 norm, on the device
-    overflow = scaler.enabled and not norm.isfinite()  # fp16: the step is skipped, the loss scale halved
 
     # Update: each rank its share; all-gathers end before the blocks that read them
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
         group["lr"] = group["initial_lr"] * lrm
-    if not overflow:
-        t_distribution.update(step_t, step_losses)
-        clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip > 0 else 1.0
-        optim.step(grad_scale=clip * scaler.inv_scale)
-        ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights
-    # The host waits for the norm while the GPU updates. At a NaN no weight has changed: the run ends (fp16 goes on)
-    grad_norm, stop_signal.is_stopping = optim.read_norm()
+    clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip > 0 else 1.0
+    optim.step(grad_scale=clip * scaler.inv_scale)  # unless the norm is not finite
+    grad_norm, stop_signal.is_stopping = optim.read_norm()  # the host waits while the GPU updates
     grad_norm *= scaler.inv_scale
-    if not math.isfinite(grad_norm) and not scaler.can_skip:
+    overflow = not math.isfinite(grad_norm)
+    if overflow and not scaler.can_skip:
         fault = f"step {step}: loss {loss.item() * grad_accum_steps:g}, gradient not finite ({optim.not_finite()})"
-        raise FloatingPointError(f"{fault}; {way_back(run_dir)}")
+        if model is raw_model:
+            raise FloatingPointError(f"{fault}; {way_back(run_dir)}")
+        print0(f"{fault}: compiled code may be wrong; repeated uncompiled, as is what follows")
+        model = raw_model
+        torch.compiler.set_stance("force_eager")
+        optim.zero_grad()
+        loader.seek(step)
+        images, stored_cond = next(loader)
+        continue
+    losses = meter.losses()  # of this rank's images
+    if not overflow:  # else fp16 skips the step and halves the loss scale
+        t_distribution.update(*losses)
+        ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights
     scaler.update(overflow)
     optim.zero_grad()
 

@@ -1,11 +1,13 @@
 """The trainer as a whole: the same model whatever the ranks and micro-batches, and whether stopped or not."""
 
 import gc
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,6 +25,7 @@ from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.dist import StopSignal
 from nanodiff.formats.load import load_run
+from nanodiff.models import build
 from nanodiff.training import optim
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.training.ema import EMA
@@ -306,6 +309,61 @@ def test_an_overflow_on_one_rank_of_two(tiny):
     assert "step 5: loss" in done.stderr
     assert "gradient not finite (100% of " in done.stderr
     assert weights(tiny, "b", 5)["model.safetensors"][last].isfinite().all()
+
+
+def wrong_code(process, calls):
+    """Before a script: it takes eager code for compiled code, some of whose first losses are infinite."""
+    build.compiled = lambda model, *_: partial(model)
+    losses = process.losses
+    number = itertools.count()
+
+    def wrong_losses(*args, **kwargs):
+        terms = losses(*args, **kwargs)
+        return terms | {"loss": terms["loss"] * (float("inf") if next(number) in calls else 1)}
+
+    process.losses = wrong_losses
+
+
+REPEATED = "compiled code may be wrong; repeated uncompiled"
+
+
+@pytest.mark.parametrize(
+    "process, more",
+    [
+        (FlowMatching, "--optimizer=muon"),
+        (GaussianDiffusion, "--objective=eps --num_timesteps=2 --timesteps=loss-second-moment"),
+    ],
+)
+def test_a_nan_of_compiled_code_costs_one_step_in_eager_code_and_no_bit(tiny, more, process):
+    """No weight, state, average, law of t or line of the log knows of it; from then on nothing is compiled."""
+    args = (*TINY, *more.split(), "--device_batch_size=8", "--eval_every=-1", "--log_every=4")
+    for tag, calls in (("whole", ()), ("a", (5,))):
+        done = run_process("base_train", *args, f"--model_tag={tag}", before=partial(wrong_code, process, calls))
+        assert done.stdout.count(REPEATED) == len(calls)
+    assert "step 2: loss inf, gradient not finite (100% of " in done.stdout
+    assert metrics(tiny, "a") == metrics(tiny, "whole")
+    assert_identical(weights(tiny, "a"), weights(tiny, "whole"))
+
+
+def test_a_nan_of_eager_code_too_ends_the_run(tiny):
+    args = (*TINY, "--eval_every=-1", "--save_every=2", "--model_tag=a")
+    done = run_process("base_train", *args, check=False, before=partial(wrong_code, FlowMatching, (3, 4)))
+    assert done.stdout.count(REPEATED) == 1
+    assert re.search(r"^error: step 3: loss inf, gradient not finite .*saved: 2\)", done.stderr, re.M), done.stderr
+
+
+def wrong_code_on_one_rank():
+    """Before a script: the sixth loss of rank 1."""
+    wrong_code(FlowMatching, (5,) if os.environ["RANK"] == "1" else ())
+
+
+@pytest.mark.slow
+def test_a_nan_of_one_ranks_compiled_code_is_repeated_by_both(tiny):
+    args = (*TINY, "--eval_every=-1", "--device_batch_size=4")
+    run_process("base_train", *args, "--model_tag=a", ranks=2, before=wrong_code_on_one_rank)
+    run_process("base_train", *args, "--model_tag=whole", ranks=2, before=partial(wrong_code, FlowMatching, ()))
+    assert metrics(tiny, "a") == metrics(tiny, "whole")
+    assert_identical(weights(tiny, "a"), weights(tiny, "whole"))
 
 
 def test_a_skipped_step_teaches_loss_second_moment_nothing(tiny, run_script, monkeypatch):

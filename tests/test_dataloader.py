@@ -89,6 +89,14 @@ def test_starting_at_a_step_is_as_having_run_to_it():
     assert [second] == take(BUCKETS, 1, 8, 8, start_step=far + 1)
 
 
+def test_a_step_can_be_read_again():
+    loader = DataLoader(Memory(30), 4, 8, 0, 1, 0)
+    images = [next(loader)[0] for _ in range(5)]
+    loader.seek(1)
+    assert torch.equal(next(loader)[0], images[2])
+    loader.close()
+
+
 def test_each_image_comes_once_in_an_epoch_but_for_the_batch_carried_over():
     data = Memory(*BUCKETS)
     total = 8

@@ -12,7 +12,7 @@ import torch.nn as nn
 from conftest import refused
 from figures import build
 from processes import run_process
-from tiny_runs import make_optimizer
+from tiny_runs import assert_identical, make_optimizer
 from torch.testing import assert_close
 
 from nanodiff.training import optim, shard
@@ -269,15 +269,18 @@ def test_a_weight_that_no_rule_knows_is_named():
         1e30,  # whose square is infinite
     ],
 )
-def test_a_norm_that_is_not_finite_changes_no_weight(bad):
+def test_a_norm_that_is_not_finite_changes_neither_weights_nor_state(bad):
     model = Toy()
     opt = make_optimizer(model, weight_decay=0.1)
+    train(model, opt, range(2))
     before = params(model)
+    state = opt.state_dict()
     randomize_grads(model)
     model.blocks[1].fc1.weight.grad[0] = bad
     opt.step((1 / opt.sync_grads(0)).clamp(max=1.0))
     assert largest_difference(params(model), before) == 0
     assert not np.isfinite(opt.read_norm()[0])
+    assert_identical(opt.state_dict(), state)
     if bad == 1e30:
         assert opt.not_finite() == "gradients finite, their norm is not"
     else:

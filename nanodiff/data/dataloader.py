@@ -75,8 +75,12 @@ class DataLoader:
         self.seed %= 2**64
         self.device = torch.device(self.device)
         self._micro_steps = self.total_batch_size // (self.device_batch_size * self.world)
-        self._numbers = itertools.count(self.start_step * self._micro_steps)  # of micro-steps
         self._thread = ThreadPoolExecutor(1, "dataloader")
+        self.seek(self.start_step)
+
+    def seek(self, step: int) -> None:
+        """Continue with the images of this step."""
+        self._numbers = itertools.count(step * self._micro_steps)
         self._ahead = deque()
         for _ in range(AHEAD):
             self._read_ahead()

@@ -23,10 +23,10 @@ from nanodiff.training.checkpoint import go_back, trim_metrics, way_back
 
 
 def quartile_sums(t, values, weight, process) -> Tensor:
-    """(2, 4) fp32: the sums of weight * values (N,) and of weight (N,) in each quarter of the range of t (N,)."""
+    """(2, 4) fp32: the sums of weight * values and of weight in each quarter of the range of t, all of one shape."""
     quarter = (unit(t, process) * 4).long().clamp(max=3)
-    terms = torch.stack([weight * values.detach(), weight])  # (2, N)
-    return terms.new_zeros(2, 4).index_add(1, quarter, terms)
+    terms = torch.stack([weight * values, weight])  # (2, ...)
+    return terms.new_zeros(2, 4).index_add(1, quarter.flatten(), terms.flatten(1))
 
 
 @dataclass
@@ -43,7 +43,6 @@ class Meter:
 
     def __post_init__(self):
         self.shapes = set()  # of images so far; a shape's first step compiles, and counts in speeds only if logged
-        self.parts = []  # current step: t and loss of each micro-batch, (B,) each
         self.restart()
 
     def restart(self) -> None:
@@ -70,6 +69,7 @@ class Meter:
 
     def start_step(self, passes: int) -> None:
         """`passes`: micro-batches, shown in the first step, which may take minutes."""
+        self.parts = defaultdict(list)  # t, weights and loss terms, (B,) of each micro-batch
         self.step_start = time.perf_counter()
         self.step_data_seconds = 0.0
         self.bar = None if self.shapes else Progress(passes, "passes", "first step")
@@ -77,20 +77,21 @@ class Meter:
     def add(self, t, weight, terms: Tensors, data_seconds: float) -> None:
         """Add a micro-batch: its t (unless the terms have their own), weights and loss terms, (B,) each, and how long
         it waited for the loader."""
-        t = terms.pop("t", t)
-        for name, x in terms.items():
-            self.sums[name] += quartile_sums(t, x, weight, self.process)
-        self.num_images += len(t) * get_dist()[2]
-        self.parts.append((t, terms["loss"].detach()))
+        for name, x in ({"t": t, "weight": weight} | terms).items():
+            self.parts[name].append(x.detach())
         self.step_data_seconds += data_seconds
         if self.bar:
             self.bar.update(1)
 
     def losses(self) -> tuple[Tensor, Tensor]:
-        """(t, unweighted losses) of this rank's images of the step, (micro-steps, B), for the timestep sampler."""
-        t, losses = map(torch.stack, zip(*self.parts))
-        self.parts = []
-        return t, losses
+        """Count the step in the next line. Return (t, unweighted losses) of this rank's images, (micro-steps, B), for
+        the timestep sampler."""
+        terms = {name: torch.stack(micro_batches) for name, micro_batches in self.parts.items()}
+        t, weight = terms.pop("t"), terms.pop("weight")
+        for name, x in terms.items():
+            self.sums[name] += quartile_sums(t, x, weight, self.process)
+        self.num_images += t.numel() * get_dist()[2]
+        return t, terms["loss"]
 
     def end_step(self, shape: torch.Size, log_now: bool) -> None:
         """Stop the clock. Waits for the device only where the time will be read, so that other steps stay queued."""

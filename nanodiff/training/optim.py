@@ -49,8 +49,9 @@ def polar_express(X: Tensor) -> Tensor:
     return X.mT if tall else X
 
 
-def look_ahead(G, M, mu, dtype):
-    """Update momentum M with G; return Nesterov's look-ahead, normalised."""
+def look_ahead(G, M, mu, dtype, finite):
+    """Update momentum M with G, if `finite`; return Nesterov's look-ahead, normalised."""
+    G = torch.where(finite, G, M)
     M.lerp_(G, 1 - mu)
     return normalised(G.lerp(M, mu), dtype)
 
@@ -83,7 +84,7 @@ class Muon:
     def update(self, group: dict, step: int, finite, P, G, M) -> None:
         """Update matrices P (K, m, n) and their momenta M by gradients G, at step 1, 2, ...
 
-        If not `finite`, a bool on their device, P stays, but not M. The rate scales with sqrt(max(1, m / n)).
+        If not `finite`, a bool on their device, both stay. The rate scales with sqrt(max(1, m / n)).
         """
         rows, cols = P.shape[1:]
         mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (step - 1) / MOMENTUM_WARMUP)
@@ -91,7 +92,7 @@ class Muon:
         factors = [mu, rate, group["lr"] * group["weight_decay"]]
         if self.compiled:  # a changing number would recompile; copying one to a GPU would sync
             factors = [torch.full((), x, device=P.device) for x in factors]
-        X = self.look_ahead(G, M, factors[0], self.dtype)
+        X = self.look_ahead(G, M, factors[0], self.dtype, finite)
         self.descend(P, polar_express(X), *factors[1:], finite)
 
 

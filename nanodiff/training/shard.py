@@ -8,6 +8,7 @@ arXiv:1910.02054). A single rank runs the same code and sends nothing.
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -242,16 +243,18 @@ class Optimizer:
         return norm
 
     def read_norm(self) -> tuple[float, bool]:
-        """(norm, whether any rank asked to stop), on the host. Waits for the GPU: call it when work is queued."""
+        """(norm, whether any rank asked to stop), on the host. Waits for the GPU: call it when work is queued, after
+        step."""
         if self.copy_event:
             self.copy_event.synchronize()
         norm, num_stopping = self.shared.tolist()
+        self.steps -= not math.isfinite(norm)
         return norm, num_stopping > 0
 
     @collective("the all-gather of the weights")
     def step(self, grad_scale: float | Tensor = 1.0) -> None:
-        """A collective: one update by the gradients of sync_grads times `grad_scale`. If the norm is not finite no
-        weight changes, but Muon's momentum may: the run must end.
+        """A collective: one update by the gradients of sync_grads times `grad_scale`. If the norm is not finite,
+        neither weights nor state change.
 
         The all-gathers still run when it returns: before reading weights other than by the model, call wait_weights.
         """
