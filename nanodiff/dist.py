@@ -141,8 +141,9 @@ class Stopped(BaseException):
 
 
 class StopSignal:
-    """What the trainer does about signals: the first ends an evaluation at once, and the run after its step. The
-    process ends with 128 + the signal's number. In other scripts and until `listen` a signal ends the process at once.
+    """What the trainer does about signals: the first drops an evaluation at once, or a step after this pass of it, and
+    ends the run. The process ends with 128 + the signal's number. In other scripts and until `listen` a signal ends the
+    process at once.
 
     Slurm, systemd and torchrun each send theirs. So a signal that comes again kills only if it comes late: SIGINT, a
     person's, after a second, the others after ten. A signal to torchrun ends the run, whatever its --max-restarts;
@@ -168,8 +169,8 @@ class StopSignal:
         self.number = number
         self.since = now
         if is_first_rank():
-            task = "dropping this evaluation" if self.drops else "finishing this step"
-            line = f"{signal.Signals(number).name}: {task}, then saving and leaving; Ctrl-C kills\n"
+            task = "dropping this step or evaluation, then saving and leaving"
+            line = f"{signal.Signals(number).name}: {task}; Ctrl-C kills\n"
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, line.encode())  # not print, which may be in progress
         if self.drops:

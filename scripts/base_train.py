@@ -501,6 +501,8 @@ while True:
         scaler.scale(loss).backward()
         images, stored_cond = next(loader)  # while the GPU is busy
         meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
+        if stop_signal.number:
+            break
 
     # Exchange: each rank gets the average gradient of its share of the parameters; a stop signal travels with the norm
     norm = optim.sync_grads(stop_signal.number) * scaler.inv_scale  # global L2 norm, on the device
@@ -510,8 +512,10 @@ while True:
     for group in optim.param_groups:
         group["lr"] = group["initial_lr"] * lrm
     clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip > 0 else 1.0
-    optim.step(grad_scale=clip * scaler.inv_scale)  # unless the norm is not finite
+    optim.step(grad_scale=clip * scaler.inv_scale)  # unless the norm is not finite, or a rank stops
     grad_norm, stop_signal.is_stopping = optim.read_norm()  # the host waits while the GPU updates
+    if stop_signal.is_stopping:  # drop this step
+        continue
     grad_norm *= scaler.inv_scale
     overflow = not math.isfinite(grad_norm)
     if overflow and not scaler.can_skip:

@@ -475,10 +475,31 @@ def test_a_signal_in_an_evaluation_drops_and_repeats_it(tiny, run_script, monkey
         patch.setattr(StopSignal, "listen", kill_from_now_on)
         stopped(run_script, *args, "--model_tag=parts")
     assert calls == ["once"]
-    assert "SIGTERM: dropping this evaluation, then saving and leaving" in capfd.readouterr().err
+    assert "SIGTERM: dropping this step or evaluation, then saving and leaving" in capfd.readouterr().err
     assert [step for step, _ in list_checkpoints(tiny / "runs" / "parts")] == [3]
     for line in metrics(tiny, "parts"):
         assert line["step"] == 0 or not any("val" in key for key in line)
+    assert run_script("base_train", *args, "--model_tag=parts")["start_step"] == 3
+    assert metrics(tiny, "parts") == metrics(tiny, "whole")
+    assert_identical(weights(tiny, "parts"), weights(tiny, "whole"))
+
+
+def test_a_signal_drops_the_rest_of_a_step_which_is_repeated(tiny, run_script, monkeypatch):
+    """In the third of eight passes: no other follows, and the resumed run has the bits of one that was not stopped."""
+    args = (*TINY, "--device_batch_size=2", "--eval_every=-1", "--save_every=0", "--log_every=5")
+    run_script("base_train", *args, "--model_tag=whole")
+    losses = FlowMatching.losses
+    passes = itertools.count(1)
+
+    def kill_once(*args, **kwargs):
+        if next(passes) == 3 * 8 + 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return losses(*args, **kwargs)
+
+    monkeypatch.setattr(FlowMatching, "losses", kill_once)
+    stopped(run_script, *args, "--model_tag=parts")
+    assert next(passes) == 3 * 8 + 4
+    assert [step for step, _ in list_checkpoints(tiny / "runs" / "parts")] == [3]
     assert run_script("base_train", *args, "--model_tag=parts")["start_step"] == 3
     assert metrics(tiny, "parts") == metrics(tiny, "whole")
     assert_identical(weights(tiny, "parts"), weights(tiny, "whole"))
@@ -498,7 +519,7 @@ def test_going_back_puts_the_other_branch_aside_and_survives_a_kill(tiny, run_sc
         honest = Meter.console
 
         def console(self, line, num_iterations):
-            if line["step"] == 3:
+            if line["step"] == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
             return honest(self, line, num_iterations)
 

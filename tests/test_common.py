@@ -203,7 +203,7 @@ def test_the_first_signal_asks_its_echo_does_nothing_and_a_later_one_ends(number
     done = Started(run, context=FORK).wait()
     assert done.returncode == 128 + number
     assert len(done.stdout.splitlines()) == 2
-    said = f"{number.name}: finishing this step, then saving and leaving; Ctrl-C kills\n"
+    said = f"{number.name}: dropping this step or evaluation, then saving and leaving; Ctrl-C kills\n"
     assert done.stderr == said  # at once, not when the step is over
 
 

@@ -220,8 +220,8 @@ class Optimizer:
     def sync_grads(self, stop: int) -> Tensor:
         """A collective, once per step: average gradients over ranks, without waiting for a GPU.
 
-        Returns the global L2 norm, on the device and equal on every rank; not finite if any gradient is not.
-        `stop`, if not 0: this rank asks to stop.
+        Returns the global L2 norm, on the device and equal on every rank; not finite if any gradient is not, or if a
+        rank asks to stop: its `stop` is not 0.
         """
         for buffer in self.unsent:
             buffer.reduce_grads()
@@ -231,7 +231,7 @@ class Optimizer:
             buffer.missing = len(buffer.params)
         self.unsent = self.exchange_order.copy()
         norms = torch.stack(torch._foreach_norm([buffer.grad for buffer in self.buffers]))
-        norm_sq = norms.square().sum()
+        norm_sq = norms.square().sum() + (math.nan if stop else 0.0)  # NaN: no rank takes the step
         # full_like, not an assignment: copying a number from the host would wait for the GPU
         shared = torch.stack([norm_sq, torch.full_like(norm_sq, bool(stop))])
         if self.world > 1:
@@ -242,14 +242,14 @@ class Optimizer:
         self.copy_event = torch.cuda.current_stream().record_event() if shared.is_cuda else None
         return norm
 
-    def read_norm(self) -> tuple[float, bool]:
-        """(norm, whether any rank asked to stop), on the host. Waits for the GPU: call it when work is queued, after
+    def read_norm(self) -> tuple[float, float]:
+        """(norm, how many ranks asked to stop), on the host. Waits for the GPU: call it when work is queued, after
         step."""
         if self.copy_event:
             self.copy_event.synchronize()
         norm, num_stopping = self.shared.tolist()
         self.steps -= not math.isfinite(norm)
-        return norm, num_stopping > 0
+        return norm, num_stopping
 
     @collective("the all-gather of the weights")
     def step(self, grad_scale: float | Tensor = 1.0) -> None:
