@@ -69,9 +69,11 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
 def get_dist():
     """(rank, local_rank, world_size) from torchrun; (0, 0, 1) without it. Refuses several tasks of srun or mpirun."""
     get = os.environ.get
-    # Not SLURM_NTASKS: salloc and sbatch set it for tasks that may never start. Those of srun belong to a step
-    counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    counts = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
     try:
+        # salloc and sbatch also set SLURM_NTASKS, beside PROCID=0: their tasks may never start. Another is one of them
+        if int(get("SLURM_PROCID") or 0) and not get("RANK"):
+            counts.append("SLURM_NTASKS")
         tasks = max(int(get(name) or 1) for name in counts)
         rank = int(get("RANK") or 0)
         local_rank = int(get("LOCAL_RANK") or 0)

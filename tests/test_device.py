@@ -57,6 +57,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_S
         STEP,
         {"OMPI_COMM_WORLD_SIZE": "8"},
         {"PMI_SIZE": "8"},
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "1"},  # of a launcher that does not tell of its step
     ],
 )
 def test_tasks_that_nobody_numbered_are_refused(monkeypatch, environment):
@@ -76,8 +77,9 @@ def test_tasks_that_nobody_numbered_are_refused(monkeypatch, environment):
     [
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"},  # salloc
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # sbatch's own script
-        STEP | {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},  # salloc's interactive step, srun --ntasks=1
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun --ntasks=1, salloc's own step
         {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": ""},
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "1", "RANK": "0"},  # torchrun's, whatever the job could start
     ],
 )
 def test_one_task_trains_whatever_its_job_could_start(monkeypatch, environment):
