@@ -63,8 +63,8 @@ seed = 0  # >= 0: seed for choosing held-out images and for drawing shapes
 workers = 0  # >= 0: threads that decode image files; 0 = one per core
 overwrite = False  # replace a set of the same name
 verify = ""  # name or folder of a set: only check it against its checksums
-# Arrays of uint16, floats, ... in .npz or .npy
-range = ""  # LOW,HIGH: the values that become -1 and 1; "" = the least and largest of the data
+# Arrays of uint16, floats, ... in .npz or .npy, or gray images of 16 or 32 bits in PNG or TIFF
+range = ""  # LOW,HIGH: the values that become -1 and 1; "" = an array's least and largest, an image's upper 8 bits
 # Only aspect_buckets=True
 side_unit = 0  # >= 0: sides are multiples of this; 0 = resolution / 16: a DiT's patch, or at 256 px two latents
 config = configure(globals())
@@ -102,7 +102,7 @@ if name in dataset.SHAPES:
 start = time.perf_counter()
 with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     images_in = open_source(source, path, options)
-    images_in.look = (scaling, background)
+    images_in.look = (images_in.meta.get("range"), scaling, background)
     if pairs:
         add_pairs(images_in, pairs, pairs_scaling)
     for condition in NUMBERS:
@@ -121,7 +121,7 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     if "range" in images_in.meta:
         print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.meta["range"]))
     plan = config | {
-        "parts": 3,  # another number whenever make_tasks cuts differently
+        "parts": 4,  # another number whenever make_tasks cuts differently
         "workers": 0,  # the parts do not depend on their number
         "overwrite": False,
         "path": os.path.abspath(path),
@@ -147,8 +147,6 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
         write_atomic(writer.folder / "skipped.txt", "\n".join([*faults, ""]).encode())
     for loss, number in losses.items():
         print0(f"{loss}: {count(number, 'image', 'images')}")
-    if images_in.num_clipped:
-        print0(f"clipped {images_in.num_clipped:,} values beyond the range")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What was made

@@ -162,7 +162,7 @@ def test_samples_of_arrays_come_back_in_their_range(base, run_script, draw):
     assert_allclose(found, bands[:4], atol=1000 / 2**11)
     assert decode_png((base / "drawn.png").read_bytes()).shape[2] == 3  # the first three bands
     np.savez(base / "given.npz", arr_0=np.zeros((4, 8, 8, 5), np.uint8))
-    refused("is for arrays beyond 8 bits", draw, *given)
+    refused("is for arrays and gray images beyond 8 bits", draw, *given)
     refused("arrays of 5 channels; metrics of features accept uint8", run_script, "base_eval", "--metric=fd_classifier")
     out_of_range = torch.tensor([-9.0, -1.001, 1.01, 9.0])
     assert to_uint8(out_of_range).tolist() == [0, 0, 255, 255]

@@ -85,7 +85,7 @@ ZEROS = np.zeros((20, 8, 8), np.uint8)
 MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
     "unknown kind of file": (lambda t: write(t / "a.bin", b"abcdefgh"), "cannot tell"),
     "a shell's pattern": (lambda t: {"path": t / "{0..2}.tar"}, r"as 'web/\*.tar' for web/\{000..123\}.tar"),
-    "range of a folder": (lambda t: {"path": sized(t, [(8, 8)]), "range": "0,1"}, "range.* is for arrays"),
+    "range of a folder": (lambda t: {"path": sized(t, [(8, 8)]), "range": "0,1"}, "would hold no image"),
     "mixed sizes": (lambda t: sized(t, [(8, 8), (9, 9)]), r"cat/1\.png' is 9x9; .* one size, here 8x8"),
     "not square": (lambda t: sized(t, [(8, 9)]), "is 9x8; without prepare_data's --resolution"),
     "images in no class folder": (lambda t: write(sized(t, [(8, 8)]) / "loose.png", b"").parent, "class for 1 of 9"),
@@ -105,9 +105,8 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "NaN": (lambda t: array(t, np.full((4, 8, 8), np.nan)), "values from nan to nan"),
     "one value": (lambda t: array(t, np.ones((4, 8, 8))), "values from 1 to 1; accepted: finite ones"),
     "range upside down": (lambda t: array(t, np.ones((4, 8, 8)), range="1,0"), "accepted: two numbers LOW,HIGH"),
-    "range of bytes": (lambda t: array(t, IMAGES, range="0,1"), "is for arrays beyond 8 bits"),
+    "range of bytes": (lambda t: array(t, IMAGES, range="0,1"), "is for arrays and gray images beyond 8"),
     "range of nothing": (lambda t: array(t, np.eye(8)[None], range="5,9"), "from 0 to 1; accepted: .* LOW < HIGH"),
-    "floats to be scaled": (lambda t: array(t, np.eye(8)[None], resolution=4), "beyond 8 bits .* only uint8"),
     "channels first": (lambda t: array(t, IMAGES.transpose(0, 3, 1, 2)), r"\(4, 3, 8, 8\); accepted: .*\(N, H, W, C\)"),
     "no channels": (lambda t: array(t, np.ones((8, 16, 16, 0))), "accepted: numbers of shape"),
     "objects": (lambda t: array(t, np.full((2, 4, 4), "x", object)), "holds no numbers: .*objects"),
@@ -134,7 +133,7 @@ def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
     settings = made if isinstance(made, dict) else {"path": made}
     refused(message, prepare, **settings)
     assert not (base / "data" / "toy").exists()
-    keeps_parts = settings.keys() & {"vectors", "pairs"}
+    keeps_parts = settings.keys() & {"vectors", "pairs", "range"}
     for p in base.glob("data/*"):
         assert p.suffix == ".lock" or keeps_parts
 

@@ -148,7 +148,7 @@ def test_a_given_range_is_that_of_every_set(tmp_path):
     """Sets of one range can be compared; values beyond it are clipped, and counted."""
     values = np.array([0, 50, 100, 150] * 16, np.float32)
     np.save(tmp_path / "a.npy", values.reshape(4, 4, 4))
-    assert "clipped 16 values" in report(tmp_path / "a.npy", val_fraction=0, range="0,100")
+    assert "values clipped to the range: 4 images" in report(tmp_path / "a.npy", val_fraction=0, range="0,100")
     images, _ = everything()
     assert np.unique(images).tolist() == [-1, 0, 1]
     codec = make_codec(open_dataset("toy"), torch.device("cpu"))
@@ -159,6 +159,35 @@ def test_a_given_range_is_that_of_every_set(tmp_path):
     prepare(tmp_path / "a.npy", val_fraction=0)
     of_model = load_codec(codec.data, torch.device("cpu"))
     refused(r"has range \[0.0, 150.0\], the model wants", of_model.accept, open_dataset("toy"))
+
+
+@pytest.mark.parametrize("file", ["png", "tif", "pgm", "int32.tif", "npy"])
+@pytest.mark.parametrize("side", [8, 4])
+def test_gray_images_beyond_8_bits_are_kept_as_arrays_are(tmp_path, file, side):
+    """In the given range, to fp16's 11 bits; scaled by area to the means of 2 x 2 pixels. Others are skipped."""
+    levels = np.random.default_rng(0).integers(30_000, 30_400, (4, 8, 8), np.uint16)
+    levels[:, 0, 0] = 40_000  # beyond the range
+    (tmp_path / "in").mkdir()
+    place = tmp_path / "in"
+    if file == "npy":
+        place = place / "a.npy"
+        np.save(place, levels)
+    else:
+        Image.fromarray(levels[0].astype(np.uint8)).save(tmp_path / "in" / "shallow.png")
+        for i, image in enumerate(levels):
+            Image.fromarray(image.astype(np.int32) if "int32" in file else image).save(place / f"{i}.{file}")
+    out = report(place, val_fraction=0, range="30000,30400", resolution=side, scaling="area")
+    assert "values 30000 to 30400 become -1 to 1, in fp16\n" in out
+    assert "values clipped to the range: 4 images" in out
+    assert ("skipped 1 unreadable files (see skipped.txt): 'shallow.png': its mode is L;" in out) == (file != "npy")
+    data = open_dataset("toy")
+    codec = make_codec(data, torch.device("cpu"))
+    found = codec.to_output(codec.to_x0(torch.from_numpy(data.images(range(4)))))
+    k = 8 // side
+    expected = levels.clip(30_000, 30_400).reshape(4, 1, side, k, side, k).mean((3, 5))
+    rounding = 0.5 if file == "npy" else 0
+    assert_allclose(found[..., 1:, :], expected[..., 1:, :], atol=400 / 2**11 + rounding)
+    assert found.dtype == (np.uint16 if rounding else np.float32)
 
 
 def told(ids):

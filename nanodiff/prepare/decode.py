@@ -18,7 +18,7 @@ MAX_PIXELS = 2**26  # at up to 16 bytes each, while WebP is decoded
 FORMATS = "JPEG PNG WEBP BMP GIF TIFF PPM".split()  # decoded by Pillow itself; EPS would start Ghostscript
 
 
-Payload = str | bytes | np.ndarray  # path or content of a file; (H, W, C) uint8, or fp16 in [-1, 1]
+Payload = str | bytes | np.ndarray  # path or content of a file; (H, W, C) numbers
 
 
 class Item(NamedTuple):
@@ -121,7 +121,7 @@ def lossy_parts(image) -> list[str]:
     notes = []
     # Pillow's decoder of 16 bits ends in ;16B, ;16L, ...; of PPM it is given the largest value
     if image.mode[0] in "IF" or re.search(r";16|', \d{4,}\)", str(image.tile)):
-        notes.append("16 bits cut to the upper 8 (an .npy keeps all)")
+        notes.append("16 bits cut to the upper 8 (of gray --range=0,65535 keeps all)")
     if getattr(image, "is_animated", False):
         notes.append("first of several frames")
     return notes
@@ -148,19 +148,36 @@ def to_rgb(image, background: str = "white"):
     return image.convert("RGB")
 
 
-def decode(payload: Payload, sizes: list, scaling="bicubic", background="white") -> tuple[np.ndarray, list[str]]:
-    """-> (C, H, W) uint8, or fp16 for an fp16 array; notes of what the image lost.
+def decode(
+    payload: Payload,
+    sizes: list,
+    limits: tuple = (),
+    scaling: str = "bicubic",
+    background: str = "white",
+) -> tuple[np.ndarray, list[str]]:
+    """-> (C, H, W) uint8, or fp16 in [-1, 1] if `limits`, the values that become -1 and 1; notes of what was lost.
 
-    C = 3 for files. The image is cropped to the size (H, W) in `sizes` nearest in shape; without sizes it keeps its
-    own. Needs Pillow for files and for scaling.
+    C = 3 for files; 1 with limits, for Pillow reads 16 bits of colours as 8. The image is cropped to
+    the size (H, W) in `sizes` nearest in shape; without sizes it keeps its own. Needs Pillow for files and for scaling.
     """
     notes = []
+    if limits:
+        if not isinstance(payload, np.ndarray):
+            image = open_image(payload)
+            notes = lossy_parts(image)[1:]  # without that on bits
+            if image.mode[0] != "I":
+                raise ValueError(f"its mode is {image.mode}; --range takes gray images of 16 or 32 bits")
+            payload = np.atleast_3d(upright(image))
+        low, high = limits
+        x = 2 * (payload.astype(np.float64) - low) / (high - low) - 1
+        if abs(x).max() > 1:
+            notes.append("values clipped to the range")
+        x, scaling_notes = decode(x.astype(np.float32), sizes, (), scaling)
+        return x.clip(-1, 1).astype(np.float16), notes + scaling_notes  # bicubic scaling goes beyond
     if isinstance(payload, np.ndarray):
         height, width, _ = payload.shape
         if not sizes or (height, width) in sizes:
             return payload.transpose(2, 0, 1), notes
-        if payload.dtype != np.uint8:
-            raise UserError(f"resolution: {width}x{height} arrays beyond 8 bits keep their size; only uint8 is scaled")
         images = [import_pillow().fromarray(plane) for plane in payload.transpose(2, 0, 1)]
     else:
         image = open_image(payload)
@@ -195,7 +212,7 @@ def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height
     array = np.atleast_3d(payload)
     if channels and array.shape[2] != channels:
         raise UserError(f"{name} has {array.shape[2]} channels; accepted for a second image: {channels}")
-    second, _ = decode(array, [(height, width)], scaling)
+    second, _ = decode(array, [(height, width)], (), scaling)
     return second
 
 
@@ -215,9 +232,9 @@ def with_second(item: Item, image: np.ndarray, notes: list[str]) -> np.ndarray:
 # Many images
 
 
-def decode_items(items: list[Item], sizes: list, *look: str):
+def decode_items(items: list[Item], sizes: list, *look):
     """-> the readable items, with images (C, H, W) as payload; "name: reason" of the others; what the images lost,
-    counted. `look`: scaling and background."""
+    counted. `look`: limits, scaling and background."""
     done = []
     faults = []
     losses = Counter()

@@ -54,7 +54,7 @@ class Options(SimpleNamespace):
     seed = 0
     aspect_buckets = False
     side_unit = 0  # sides of buckets are multiples of this; 0 = resolution / 16
-    range = None  # (LOW, HIGH): values of arrays beyond 8 bits that become -1 and 1; None = the data's
+    range = None  # (LOW, HIGH): values beyond 8 bits that become -1 and 1; None = an array's own
 
 
 @dataclass
@@ -70,8 +70,7 @@ class Source:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
     meta: dict = field(default_factory=dict)  # for meta.json, about second images and arrays beyond 8 bits
     unreadable: list[str] = field(default_factory=list)  # files beside images, with reasons
-    look: tuple[str, ...] = ()  # scaling and background of image files
-    num_clipped: int = 0  # values beyond the range; grows with the items
+    look: tuple = ()  # range, scaling and background of images
 
 
 def detect(path: Path) -> str:
@@ -118,7 +117,7 @@ def open_source(source: str, path: str, options: Options) -> Source:
     if options.labels == "none":
         result.class_names = []
     if options.range and "range" not in result.meta:
-        raise UserError(f"range={options.range!r} is for arrays beyond 8 bits, in .npz or .npy")
+        raise UserError(f"range={options.range!r} is for arrays and gray images beyond 8 bits")
     if options.resolution and not result.sizes:
         result.sizes = [(options.resolution, options.resolution)]
     return result
@@ -209,7 +208,9 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
                     file.write(f"{item.name}\t{item.caption}\n".encode(errors="replace"))
                 check_different(names, "captions")
     num_images = sum(place.count for place in places if place.split is not None)
-    return Source(num_images, class_names, items(SUFFIXES), items, files, sizes, unreadable=sorted(unreadable))
+    meta = {"kind": "arrays", "dtype": "float32", "range": options.range} if options.range else {}
+    unreadable = sorted(unreadable)
+    return Source(num_images, class_names, items(SUFFIXES), items, files, sizes, meta=meta, unreadable=unreadable)
 
 
 def array_source(blocks: Iterable, num_images: int, class_names: list[str], options: Options) -> Source:
@@ -355,11 +356,11 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
 
 
 def read_arrays(path: Path, options: Options) -> Source:
-    """uint8 arrays unchanged; other numbers as fp16, with options.range mapped to [-1, 1]."""
+    """uint8 arrays; or other numbers, and in meta their range."""
     images, labels, _ = open_arrays(path)
-    facts = len(images), class_numbers(labels), options
+    source = array_source([("", images, labels)], len(images), class_numbers(labels), options)
     if images.dtype == np.uint8:
-        return array_source([("", images, labels)], *facts)
+        return source
     least = float(images.min())  # NaN if there is one
     most = float(images.max())
     low, high = options.range or (least, most)
@@ -367,15 +368,6 @@ def read_arrays(path: Path, options: Options) -> Source:
         raise UserError(
             f"{path} holds values from {least:g} to {most:g}; accepted: finite ones, some within a range LOW < HIGH"
         )
-
-    def scaled_images():
-        for image in images:
-            share = (image.astype(np.float64) - low) / (high - low)
-            x = 2 * share - 1
-            source.num_clipped += int(np.sum(abs(x) > 1 + 1e-9))
-            yield x.clip(-1, 1).astype(np.float16)
-
-    source = array_source([("", scaled_images(), labels)], *facts)
     source.meta = {"kind": "arrays", "dtype": str(images.dtype), "range": (low, high)}
     return source
 

@@ -157,9 +157,10 @@ def labelled_items(setting: str, place: str, samples):
     return items, np.array(numbers)[labels]
 
 
-def decoded_items(setting: str, place: str, items: list[Item], sizes: list) -> np.ndarray:
-    """Decode items -> (n, C, H, W), at the one size in `sizes`; at their own size if `sizes` is empty."""
-    images, faults, losses = decode_items(items, sizes)
+def decoded_items(setting: str, place: str, items: list[Item], sizes: list, *look) -> np.ndarray:
+    """Decode items -> (n, C, H, W), at the one size in `sizes`; at their own size if `sizes` is empty. `look`: see
+    decode_items."""
+    images, faults, losses = decode_items(items, sizes, *look)
     if faults:
         raise UserError(f"{setting}={place!r}: {faults[0]}")
     for loss, number in losses.items():
@@ -181,16 +182,12 @@ def with_hash(place: str, *arrays: np.ndarray | None) -> str:
 
 
 def read_from_images(place: str, samples) -> np.ndarray:
-    """The images of an .npz (arr_0), .npy, folder or file; 8-bit images are scaled and cropped."""
+    """The images of an .npz (arr_0), .npy, folder or file, scaled and cropped."""
     side = samples.codec.image_size
     source = open_images("from_images", place, samples.codec.data.range)
-    sizes = [] if "range" in source.meta else [(side, side)]
     if source.class_names and samples.num_classes and not samples.classes:
         print0(f"note: from_images={place!r} has classes, but samples take all in turn unless some are given")
-    images = decoded_items("from_images", place, source.items, sizes)
-    if source.num_clipped:
-        print0(f"note: from_images={place!r}: {source.num_clipped:,} values beyond the model's range were clipped")
-    return images
+    return decoded_items("from_images", place, source.items, [(side, side)], source.meta.get("range"))
 
 
 def start_from(samples, images: np.ndarray, place: str, strength: float, mask: str = "") -> None:
