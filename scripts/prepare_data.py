@@ -10,7 +10,7 @@ python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two    
 python -m scripts.prepare_data --verify=photos                                     verifies all files by SHA-256
 
 Folders named train, val or test are splits. Unreadable files are listed in skipped.txt.
-After a kill the same command resumes, with any number of workers.
+After a kill the same command resumes, with any number of workers; of a complete set it says that.
 """
 
 import os
@@ -24,7 +24,7 @@ from nanodiff.common import Progress, UserError, count, print0
 from nanodiff.conditions import NUMBERS
 from nanodiff.data import dataset
 from nanodiff.diffusion.guidance import parse_interval
-from nanodiff.files import write_atomic
+from nanodiff.files import read_json, write_atomic
 from nanodiff.prepare.decode import check_size
 from nanodiff.prepare.parts import make_parts
 from nanodiff.prepare.sources import (
@@ -100,33 +100,38 @@ if name in dataset.SHAPES:
 # Read, decode and write the images, part by part
 
 start = time.perf_counter()
-with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
-    images_in = open_source(source, path, options)
-    images_in.look = (images_in.meta.get("range"), scaling, background)
-    if pairs:
-        add_pairs(images_in, pairs, pairs_scaling)
-    for condition in NUMBERS:
-        if config[condition]:
-            add_numbers(images_in, condition, config[condition])
-    class_names = images_in.class_names
-    if classes:  # keep only images of these, numbered 0, 1, ... in the source's order
-        from nanodiff.sampling.loaded import parse_classes  # a door
+writer = dataset.DatasetWriter(name, overwrite=overwrite)
+images_in = open_source(source, path, options)
+images_in.look = (images_in.meta.get("range"), scaling, background)
+if pairs:
+    add_pairs(images_in, pairs, pairs_scaling)
+for condition in NUMBERS:
+    if config[condition]:
+        add_numbers(images_in, condition, config[condition])
+class_names = images_in.class_names
+if classes:  # keep only images of these, numbered 0, 1, ... in the source's order
+    from nanodiff.sampling.loaded import parse_classes  # a door
 
-        numbers = sorted({*parse_classes(classes, class_names)})
-        class_names = [class_names[number] for number in numbers]
-        items = images_in.items
-        images_in.items = (item._replace(label=numbers.index(item.label)) for item in items if item.label in numbers)
+    numbers = sorted({*parse_classes(classes, class_names)})
+    class_names = [class_names[number] for number in numbers]
+    items = images_in.items
+    images_in.items = (item._replace(label=numbers.index(item.label)) for item in items if item.label in numbers)
+plan = config | {
+    "parts": 4,  # another number whenever make_tasks cuts differently
+    "workers": 0,  # the parts do not depend on their number
+    "overwrite": False,
+    "path": os.path.abspath(path),
+    "files": state_of(images_in.files),
+}
+plan_file = writer.path / "plan.json"
+if not overwrite and plan_file.exists() and read_json(plan_file) == plan:
+    print0(f"data set {name!r} is complete: made by this command from these files; --overwrite makes it anew")
+    sys.exit()
+with writer:
     writer.meta |= {"source": source, "seed": seed, "class_names": class_names, "resolution": resolution}
     writer.meta |= images_in.meta
     if "range" in images_in.meta:
         print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.meta["range"]))
-    plan = config | {
-        "parts": 4,  # another number whenever make_tasks cuts differently
-        "workers": 0,  # the parts do not depend on their number
-        "overwrite": False,
-        "path": os.path.abspath(path),
-        "files": state_of(images_in.files),
-    }
     writer.resume(plan)
     faults = images_in.unreadable
     losses = Counter()

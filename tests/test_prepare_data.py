@@ -2,10 +2,12 @@
 
 import gzip
 import os
+import runpy
 import shlex
 import signal
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -160,6 +162,32 @@ def test_an_odd_folder_gets_a_name_that_a_shell_takes(tmp_path, name):
     assert shlex.quote(made) == made
 
 
+def test_the_same_command_says_that_a_set_is_complete(tmp_path, base, capsys):
+    """And ends with 0; other settings, or files that changed since, are refused."""
+    make_folder(tmp_path / "in")
+    argv = ["prepare_data", f"--path={tmp_path / 'in'}", "--name=toy"]
+    prepare(tmp_path / "in", workers=2)
+    folder = base / "data" / "toy"
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+
+    def again(*more):
+        with mock.patch("sys.argv", [*argv, *more]):
+            runpy.run_module("scripts.prepare_data", run_name="__main__")
+
+    with pytest.raises(SystemExit) as end:
+        again()
+    assert not end.value.code
+    assert "data set 'toy' is complete: made by this command" in capsys.readouterr().out
+    refused("exists already and is complete", again, "--val_fraction=0.5")
+    (tmp_path / "in" / "cat" / "0.png").touch()
+    refused("exists already and is complete", again)
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+    again("--overwrite")
+    with pytest.raises(SystemExit):
+        again()
+    assert not [*(base / "data").glob(".toy.parts")]
+
+
 @pytest.mark.slow
 def test_a_killed_preparation_resumes_and_makes_the_same_set(tmp_path, base):
     make_folder(tmp_path / "in", classes=["a"], sizes=[(8, 8), (9, 8)], per_class=3)
@@ -178,8 +206,9 @@ def test_a_killed_preparation_resumes_and_makes_the_same_set(tmp_path, base):
     refused("no data set 'toy'", open_dataset, "toy")
     prepare(tmp_path / "in", resolution=128, name="toy", overwrite=False)
     prepare(tmp_path / "in", resolution=128, name="whole", workers=3)
-    files_of = lambda name: {file.name: file.read_bytes() for file in (base / "data" / name).iterdir()}
+    files_of = lambda name: {file.name: file.read_bytes() for file in (base / "data" / name).glob("*.npy")}
     assert files_of("toy") == files_of("whole")
+    assert open_dataset("toy").meta == open_dataset("whole").meta
     assert verify(open_dataset("toy"))
     for file in (base / "data").glob(".toy.*"):
         assert file.suffix == ".lock"

@@ -7,6 +7,7 @@ $NANODIFF_BASE_DIR/data/<name>/
     train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if there are none
     val_images_000.npy ...     the held-out split, if there is one
     meta.json                  what the set is, the size and SHA-256 of each file, the hash of all this; written last
+    plan.json                  by what settings it was made, from what files; for prepare_data alone
 
 A set in aspect buckets has shards of several sizes (meta.json: the size of each non-square one), bucket by bucket;
 `resolution` is then the side of a square of about the same area.
@@ -424,17 +425,17 @@ class DatasetWriter:
 
     def resume(self, plan: Settings) -> None:
         """Write to the folder `parts`, where a note marks each finished part. Finished parts survive a kill or an
-        error. Those of another plan are removed."""
+        error. Those of another plan, which stays in the set as plan.json, are removed."""
         shutil.rmtree(self.folder)
         self.folder = self.parts
-        plan_file = self.folder / "notes" / "plan.json"
+        plan_file = self.folder / "plan.json"
         has_this_plan = False
         with contextlib.suppress(UserError):  # there is none, or it is damaged
             has_this_plan = read_json(plan_file) == plan
         if self.folder.exists() and not has_this_plan:
             print0(f"{self.folder} was begun with other images or settings; starting again")
             shutil.rmtree(self.folder)
-        os.makedirs(plan_file.parent, exist_ok=True)
+        os.makedirs(self.folder / "notes", exist_ok=True)
         write_json(plan_file, plan)
 
     def append(self, split: str, images: np.ndarray, **cond) -> None:

@@ -3,7 +3,7 @@
 data/.<name>.parts/            renamed to data/<name> at the end
     train_images_00007_0.npy   a shard of part 7
     notes/00007.json           the part is done: its shards' entries in meta.json, labels, ...
-    notes/plan.json            what the set is made from; parts of another plan are made again
+    plan.json                  what the set is made from; parts of another plan are made again
 """
 
 import contextlib
