@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import re
-import shlex
 import shutil
 import tempfile
 import urllib.request
@@ -216,11 +215,6 @@ def read_json(path: Path) -> dict:
 
 def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
     """Why a checkpoint is corrupt, or "" if every file has the manifest's size and hash."""
-    if (checkpoint / "model.pt").exists():
-        raise UserError(
-            f"{checkpoint} was written by an earlier version; "
-            f"convert it: python -m runs.convert.earlier {shlex.quote(str(checkpoint.parents[1]))}"
-        )
     try:
         for name, entry in read_json(checkpoint / "manifest.json").items():
             path = checkpoint / name

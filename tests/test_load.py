@@ -3,13 +3,11 @@
 import dataclasses
 import hashlib
 import json
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import ROOT, refused
+from conftest import refused
 from tiny_runs import TINY, assert_identical, make_data, randomise
 
 import nanodiff
@@ -141,24 +139,6 @@ def test_python_chooses_the_dtype_of_the_products(base, monkeypatch):
         loaded.sample(num_images=1, steps=1, dtype=dtype)
     assert seen == [torch.float32, torch.bfloat16]
     refused("dtype='half' is not accepted; accepted: .*bfloat16", loaded.sample, dtype="half")
-
-
-def test_a_run_of_an_earlier_version_is_named_and_converted(base, run_script):
-    new = write_run(base, "a", objective="flow", sample_steps=2)
-    before = nanodiff.load("a").sample(num_images=2)
-    manifest = json.loads((new / "manifest.json").read_text())
-    for name in ("model", "ema_0.99"):
-        tensors, _ = load_safetensors(new / f"{name}.safetensors")
-        torch.save(tensors, new / f"{name}.pt")
-        (new / f"{name}.safetensors").unlink()
-        manifest[f"{name}.pt"] = manifest.pop(f"{name}.safetensors")
-    (new / "manifest.json").write_text(json.dumps(manifest))
-    line = "an earlier version; convert it: python -m runs.convert.earlier /"
-    refused(line, load_run, "a", "cpu")
-    refused(line, run_script, "base_train", *TINY, "--model_tag=a")
-    subprocess.run([sys.executable, "-m", "runs.convert.earlier", new.parents[1]], cwd=ROOT, check=True)
-    assert (nanodiff.load("a").sample(num_images=2) == before).all()
-    assert not list(new.glob("model.pt"))
 
 
 @pytest.mark.parametrize(
