@@ -82,6 +82,10 @@ def test_what_cannot_be_loaded_is_one_line(base, tmp_path):
     told["model_config"] = json.dumps(meta["model_config"] | {"magic": 1})
     save_safetensors({"w": torch.zeros(2)}, tmp_path / "a.safetensors", told)
     refused(r"a\.safetensors describes no model of this version: .*magic", load_run, f"{tmp_path}/a.safetensors", "cpu")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "model.safetensors.index.json").write_text("{}")
+    option = f"{tmp_path}/hub,heads=6"
+    refused("heads=6 is no option of .*hub, a run; name the file of weights, if it is none", load_run, option, "cpu")
     wide = build_model(dataclasses.replace(DIT, width=16), "cpu", 0).state_dict()
     save_checkpoint(base / "runs" / "b", 2, {"model": wide, "ema_0.99": wide}, meta | {"step": 2})
     refused("step_000002/ema_0.99.safetensors does not fit this model: .*size mismatch", load_run, "b", "cpu")
