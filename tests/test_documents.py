@@ -335,8 +335,6 @@ def test_entries_of_the_log_that_others_cite_are_there():
     """Code says "runs/LOG.md, 7 and 27"; pages link to LOG.md#27."""
     log = (RUNS / "LOG.md").read_text()
     entries = {*re.findall(r'id="(\d+)"', log), "index"}
-    index = log.split("## Index")[1].split("\n## ")[0]
-    assert "ralston in 12 evaluations" in index  # flow_map.py
     files = [
         *ROOT.glob("scripts/*.py"),
         *ROOT.glob("nanodiff/**/*.py"),
