@@ -133,6 +133,14 @@ def why_not_compiled(device: torch.device) -> str:
     return ""
 
 
+def run_uncompiled() -> bool:
+    """Run eager code from now on, also where a model was compiled. Returns False if nothing compiled is in use."""
+    if "torch._dynamo" not in sys.modules or torch._dynamo.eval_frame._stance.stance == "force_eager":
+        return False
+    torch.compiler.set_stance("force_eager")
+    return True
+
+
 def to_host(x: Tensor) -> Tensor:
     """A copy in CPU memory. Before reading a copy from a GPU, which is pinned, wait for the GPU, or for an event
     recorded now."""

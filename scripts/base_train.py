@@ -40,7 +40,7 @@ from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import check_unchanged, open_dataset, start_verifying
 from nanodiff.data.pixels import from_stored
-from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device
+from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, run_uncompiled
 from nanodiff.diffusion.flow import Training
 from nanodiff.diffusion.guidance import choose_guidance, parse_interval
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, learns_guidance, make_process, why_unguided  # noqa: F401
@@ -363,6 +363,7 @@ run_info = dict(config=config, data=codec.data, model=asdict(model_config), num_
 run_info |= dict(num_iterations=num_iterations, flops_per_image=flops_per_image)
 log = RunLog(run, run_dir, device, run_info, step, progress)
 report_due = 0.0  # when report.html is next written, by time.monotonic
+evaluated_step = -1  # a step that is repeated is evaluated once
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop: save -> evaluate -> sample -> stop? -> one step -> log
@@ -434,7 +435,8 @@ while True:
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves
     validates = due(eval_every, first=0)  # step 0: what an untrained model gets
-    if not stop_signal.is_stopping and (validates or due(fid_every) or due(sample_every)):
+    if step > evaluated_step and not stop_signal.is_stopping and (validates or due(fid_every) or due(sample_every)):
+        evaluated_step = step
         figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
         with suppress(Stopped), uncompiled(), autocast:
@@ -520,11 +522,9 @@ while True:
     overflow = not math.isfinite(grad_norm)
     if overflow and not scaler.can_skip:
         fault = f"step {step}: loss {loss.item() * grad_accum_steps:g}, gradient not finite ({optim.not_finite()})"
-        if model is raw_model:
+        if not run_uncompiled():
             raise FloatingPointError(f"{fault}; {way_back(run_dir)}")
         print0(f"{fault}: compiled code may be wrong; repeated uncompiled, as is what follows")
-        model = raw_model
-        torch.compiler.set_stance("force_eager")
         optim.zero_grad()
         loader.seek(step)
         images, stored_cond = next(loader)

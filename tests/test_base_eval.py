@@ -253,7 +253,7 @@ def test_fid(base, run_script, monkeypatch, tmp_path):
     assert result["fid"] > itself["fid"]
     assert result["inception_score"] >= 1
     assert 0 <= result["precision"] <= 1
-    assert {"inception_score_std", "recall"} <= result.keys()
+    assert "recall" in result
     assert "class_accuracy" not in result
 
 

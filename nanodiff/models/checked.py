@@ -5,6 +5,7 @@ from torch import Tensor
 from torch._inductor import config
 
 from nanodiff.common import Tensors, make_generator, print0
+from nanodiff.device import run_uncompiled
 from nanodiff.dist import from_first_rank, gather_objects
 
 WRONG = "compiled code is wrong here"
@@ -66,7 +67,7 @@ class Checked:
             torch.compiler.reset()
             return self.check(x_t, t, cond)
         print0(f"continuing uncompiled: {reason}")
-        torch.compiler.set_stance("force_eager")
+        run_uncompiled()
 
     def difference(self, x_t, t, cond: Tensors) -> float:
         """The largest relative error, by norms, of the first and last image's outputs and of each weight's gradient.

@@ -221,7 +221,7 @@ def evaluation(result: dict, run: Run) -> str:
     step = f", step {result['step']:,}" if "step" in result else ""  # none in files from elsewhere
     figures = ""
     for key, value in result.items():
-        if type(value) is float and not key.endswith(("_std", "cfg_scale", "eta")):
+        if type(value) is float and not key.endswith(("cfg_scale", "eta")):
             of_real = f"<small>real images {cell(real[key])}</small>" if key in real else ""
             figures += f"<li><b>{cell(value)}</b> {escape(in_words(key))} {of_real}</li>"
     columns = {f"{row['sampler']}, {row['steps']}": flat(row) for row in rows}
