@@ -133,6 +133,7 @@ def test_what_is_installed_is_all_that_runs_need():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     rooms = {path.parent for path in SOURCES if path.parent != ROOT}
     assert {*setuptools["packages"]} >= {".".join(room.relative_to(ROOT).parts) for room in rooms}
+    assert all((ROOT / name.replace(".", "/")).is_dir() for name in setuptools["packages"])  # else pip fails
     installed = set(SOURCES).union(*(ROOT.glob(f"{name.replace('.', '/')}/*.py") for name in setuptools["packages"]))
     for name, patterns in setuptools["package-data"].items():
         for pattern in patterns:
