@@ -259,11 +259,7 @@ def in_line(row: dict) -> str:
     return ", ".join(text.format(row[key]) for key, text in FIGURES.items() if key in row)
 
 
-real = result.get("real_images", {})
 for row in result.get("rows", [result]):
-    # Of fewer images the distance varies too much to say so; on the first rank
-    if metric in metrics.DISTANCES and num_images >= 2000 and row.get(metric, 0) < real.get(metric, 0):
-        print0("closer than held-out real images: the samples may be copies of the reference")
     for key, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
@@ -271,7 +267,7 @@ for row in result.get("rows", [result]):
     if "rows" in result:
         title = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row)
     print0(title + in_line(row))
-if real:
+if real := result.get("real_images"):
     print0(f"{real['num_images']:,} real images: {in_line(real)}")
 words = [run.title if run else source, in_words(result), f"{num_images:,} images"]
 if "reference" in result:

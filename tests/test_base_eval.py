@@ -145,6 +145,7 @@ def test_held_out_images_have_the_figures_of_the_real_images_beside_them(base, r
     assert judged["fd_classifier"] > 1e-6
     assert itself["precision"] == 1
     assert itself["recall"] == 1
+    assert itself["copies"] == 1
 
 
 @pytest.mark.parametrize(

@@ -165,8 +165,10 @@ def find(name, **run_options):
     of_file = path.is_file()
     for key in options:
         if (key in ("step", "ema")) == of_file:
-            kind = "a file" if of_file else "a run; name the file of weights, if it is none"
-            raise UserError(f"{key}={options[key]} is no option of {path}, {kind}")
+            raise UserError(
+                f"{key}={options[key]} is no option of {path}, a "
+                f"{'file' if of_file else 'run; name the file of weights, if it is none'}"
+            )
     if of_file:
         return path, options
     return find_weights(path, **options), {}

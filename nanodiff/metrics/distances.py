@@ -59,12 +59,7 @@ def inception_score(logits: Tensor, splits: int = 10) -> float:
     return float(sum(scores)) / splits
 
 
-def precision_recall(
-    real: Tensor,
-    fake: Tensor,
-    k: int = 3,
-    batch_size: int = 1000,
-) -> tuple[float, float]:
+def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[float, float]:
     """Precision and recall of fake features (M, F) against real ones (N, F) (Kynkaanniemi et al. 2019, eq. 2 and 3).
 
     Precision is the fraction of fake points within the real manifold, recall the reverse. A manifold is the union of
@@ -76,29 +71,22 @@ def precision_recall(
     fake = (fake - centre).float()
 
     def radii(points):
-        # k + 1, as the nearest is the point itself
-        nearest = []
-        for batch in points.split(batch_size):
-            nearest.append(torch.cdist(batch, points).kthvalue(k + 1).values)
+        # k + 1, as the nearest is the point itself. In parts, as all distances would take gigabytes
+        nearest = [torch.cdist(part, points).kthvalue(k + 1).values for part in points.split(1000)]
         return torch.cat(nearest)
 
     def fraction_within(points, centres, radius):
-        count = 0
-        for batch in points.split(batch_size):
-            is_within = torch.cdist(batch, centres) <= radius  # (n, number of centres)
-            count += int(is_within.any(1).sum())
-        return count / len(points)
+        is_within = [(torch.cdist(part, centres) <= radius).any(1) for part in points.split(1000)]
+        return float(torch.cat(is_within).double().mean())
 
-    precision = fraction_within(fake, real, radii(real))
-    recall = fraction_within(real, fake, radii(fake))
-    return precision, recall
+    return fraction_within(fake, real, radii(real)), fraction_within(real, fake, radii(fake))
 
 
-def copies(real: Tensor, fake: Tensor, batch_size: int = 1000) -> float:
-    """Fraction of fake features (M, F) that are less than a third as far from the nearest real one (N, F) as from the
-    second nearest (Yoon et al. 2023; Gu et al. 2023, arXiv:2310.02664; both on pixels)."""
-    count = 0
-    for batch in fake.double().split(batch_size):
-        first, second = torch.cdist(batch, real.double()).topk(2, largest=False).values.unbind(1)
-        count += int((first < second / 3).sum())
-    return count / len(fake)
+def copies(real: Tensor, fake: Tensor) -> float:
+    """Fraction of fake images (M, C, H, W) that are less than a third as far from the nearest real image (N, C, H, W)
+    as from the second nearest (Yoon et al. 2023; Gu et al. 2023, arXiv:2310.02664). Mirrored copies count as well.
+    """
+    both = torch.stack([real, real.flip(3)]).flatten(2).float()  # (2, N, D)
+    nearest = torch.cdist(fake.flatten(1).float(), both).amin(0)  # (M, N)
+    first, second = nearest.topk(2, largest=False).values.T
+    return float((first < second / 3).double().mean())

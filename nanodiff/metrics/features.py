@@ -29,9 +29,9 @@ from nanodiff.metrics.inception import load_inception
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, inputs_of
 
 DISTANCES = ("fid", "fd_classifier", "fd_simclr")
-MAX_VECTORS = 10_000  # feature vectors kept for precision and recall; 82 MB for Inception
-SIMCLR = Path(__file__).parents[2] / "runs" / "records" / "simclr_cifar10.safetensors"
-VERSION = 1  # bump when an image's features change: cached ones are then recomputed
+MAX_VECTORS = 10_000  # feature vectors, and images, kept for precision, recall and copies: 113 MB for Inception
+SIMCLR = Path(__file__).parents[2] / "runs/records/simclr_cifar10.safetensors"
+VERSION = 2  # bump when an image's features change: cached ones are then recomputed
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Features:
     sigma: Tensor  # (F, F) float64
     some: Tensor | None = None  # (n, F): up to MAX_VECTORS of the vectors, chosen at random and in random order
     logits: Tensor | None = None  # (N, K) in the order of the images
+    images: Tensor | None = None  # (n, 3, 32, 32) uint8: the images of `some`, in another order
 
 
 def image_set(name: str, split: str) -> Dataset:
@@ -94,17 +95,20 @@ def collect_features(
     sums = torch.zeros(network.num_features + 1, network.num_features + 1, dtype=torch.float64)
 
     def compute(ids):
-        x, logits = network.features(images_of(ids))  # (n, F), (n, K)
+        images = torch.as_tensor(images_of(ids))
+        x, logits = network.features(images)  # (n, F), (n, K)
         sums.add_(outer_sums(x))
-        return x[np.isin(ids, subset)], logits
+        kept = np.isin(ids, subset)
+        small = torch.nn.functional.adaptive_avg_pool2d(images[kept].float(), 32)
+        return x[kept], logits, small.byte().expand(-1, 3, -1, -1)
 
     rows = gather_batches(compute, batches, label)
     mu, sigma = mean_and_covariance(over_ranks(sums))
     if not is_first_rank():
         return None
-    some, logits = map(torch.cat, zip(*rows))
+    some, logits, images = map(torch.cat, zip(*rows))
     order = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice, too
-    return Features(mu, sigma, some[order], logits[np.argsort(all_ids)])
+    return Features(mu, sigma, some[order], logits[np.argsort(all_ids)], images)
 
 
 def load_stats(path: str, num_features: int) -> Features:
@@ -128,7 +132,7 @@ def reference_features(dataset: Dataset, network) -> Features | None:
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
         batches = dataset.batches(np.arange(len(dataset)), 64)
         stats = collect_features(dataset.images, batches, network, "reference")
-        return stats and {"mu": stats.mu, "sigma": stats.sigma, "some": stats.some}
+        return stats and {"mu": stats.mu, "sigma": stats.sigma, "some": stats.some, "images": stats.images}
 
     path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
     tensors = cached(path, [dataset], [f"{VERSION} {MAX_VECTORS}".encode(), *weights], compute)
@@ -145,8 +149,8 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
         if n < 10:
             raise UserError(f"{metric} needs 10 images or more, got {len(fake)} and {len(real)}")
         result["precision"], result["recall"] = precision_recall(real[:n], fake[:n])
-        if len(real) < MAX_VECTORS:  # all images of the set
-            result["copies"] = copies(real, fake)
+        if reference.images is not None and len(real) < MAX_VECTORS:  # all images of the set
+            result["copies"] = copies(reference.images, samples.images)
     if metric == "fid":
         result["inception_score"] = inception_score(samples.logits)
     return result

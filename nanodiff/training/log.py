@@ -180,8 +180,10 @@ def open_wandb(run: str, run_dir: Path, config: dict, run_id: str | None):
 
         return wandb.init(project="nanodiff", name=run, config=config, id=run_id, resume="allow", dir=run_dir)
     except Exception as error:
-        accepted = "`pip install wandb`, `wandb login`, WANDB_MODE=offline or --run=dummy"
-        raise UserError(f"run={run!r} logs to wandb: {error}; accepted: {accepted}") from error
+        raise UserError(
+            f"run={run!r} logs to wandb: {error}; "
+            "accepted: `pip install wandb`, `wandb login`, WANDB_MODE=offline or --run=dummy"
+        ) from error
     finally:
         sys.excepthook = hook  # wandb's own prints a traceback above our line
 
@@ -274,8 +276,10 @@ def end(log: RunLog, step: int, train_time_s: float, device: torch.device, has_c
     if number:
         outcome = "the same command resumes" if has_checkpoint else "nothing was saved (save_every=-1)"
         print0(f"stopped by signal {number} after step {step}: {outcome}")
-    memory = f"{peak_memory_gb(device):.1f} GiB of memory at the peak"
-    print0(f"{step:,} steps in {train_time_s / 60:.1f} minutes of training, {memory}")
+    print0(
+        f"{step:,} steps in {train_time_s / 60:.1f} minutes of training, "
+        f"{peak_memory_gb(device):.1f} GiB of memory at the peak"
+    )
     sample = f"; to sample: python -m scripts.sample --model={shlex.quote(log.run_dir.name)}" if has_checkpoint else ""
     print0(f"everything is in {log.run_dir}{sample}")
     leave_together()
