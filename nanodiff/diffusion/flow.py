@@ -21,7 +21,7 @@ TIMES = {
     "t": lambda t: t,  # REPA
     "1-t": lambda t: 1.0 - t,  # SiT
 }
-LAST_T = 0.08  # the start of ralston's last step, in up to 9 steps
+LAST_T = 0.055  # the start of ralston's last step, if steps are longer
 MIN_T = 0.05  # v = (x_t - x0) / t: a smaller divisor would weight errors of x0 by more than 400
 
 
@@ -61,10 +61,9 @@ def ralston_step(velocity, x, t, t_next):
 
 
 def ralston(velocity, x, t, t_next, generator):
-    """Third order, three evaluations per step; the last step, from t = 0.08, or 0.72 / steps, is Euler's.
+    """Third order, three evaluations per step; the last step, from t = 0.055, is Euler's.
 
-    Few training images have a smaller t, so the velocity is noisy there. Euler's step is the posterior mean, which
-    loses detail: more steps want a shorter last one (runs/LOG.md, 28).
+    Few training images have a smaller t, so the velocity is noisy there. Euler's step is the posterior mean.
     """
     if t_next == 0:
         return euler(velocity, x, t, t_next, generator)
@@ -194,7 +193,7 @@ class FlowMatching:
 
         times = torch.linspace(1, 0, steps + 1)
         if sampler == "ralston":
-            times[:-1] = torch.linspace(1, min(LAST_T, 0.72 / steps), steps)
+            times[:-1] = torch.linspace(1, min(LAST_T, 1 / steps), steps)
         times = self.shift(times).tolist()
         x = noise.float()
         if start_image:
