@@ -32,7 +32,7 @@ class FlowMap(FlowMatching):
     So the teacher alone teaches jumps of at most 1/4; a longer jump is taught by one that is 1/4 shorter, as in
     progressive distillation (Salimans & Ho 2022, arXiv:2202.00512). Four steps of ralston, 12 evaluations, draw nearly
     as well as heun's 25 (runs/LOG.md, 28), but lose fine detail: from 1/4 to 0 one step keeps 0.99 of a deviation of
-    0.15, 0.65 of one of 0.05. The shipped map's four jumps score 6% worse than its teacher's 25 evaluations
+    0.15, 0.65 of one of 0.05. The shipped map's four jumps score a third worse than its teacher's 25 evaluations
     (runs/weights/README.md).
     As r approaches t, u becomes v(x_t, t), so the flow model's samplers still work.
     """
