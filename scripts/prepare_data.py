@@ -110,7 +110,7 @@ for condition in NUMBERS:
         add_numbers(images_in, condition, config[condition])
 class_names = images_in.class_names
 if classes:  # keep only images of these, numbered 0, 1, ... in the source's order
-    from nanodiff.sampling.loaded import parse_classes  # a door
+    from nanodiff.sampling.loaded import parse_classes  # lazy
 
     numbers = sorted({*parse_classes(classes, class_names)})
     class_names = [class_names[number] for number in numbers]

@@ -198,7 +198,7 @@ def test_what_images_lose_is_counted(tmp_path):
         ("black", 0),
     ):
         out = report(tmp_path / "in", val_fraction=0, background=background)
-        assert "16 bits cut to the upper 8 (of gray --range=0,65535 keeps all): 4 images\n" in out
+        assert "16 bits cut to the upper 8 (--range=0,65535 keeps those of gray images): 4 images\n" in out
         assert "first of several frames: 3 images\n" in out
         assert f"transparency became {background}: 2 images\n" in out
         images, _ = everything()

@@ -121,7 +121,7 @@ def lossy_parts(image) -> list[str]:
     notes = []
     # Pillow's decoder of 16 bits ends in ;16B, ;16L, ...; of PPM it is given the largest value
     if image.mode[0] in "IF" or re.search(r";16|', \d{4,}\)", str(image.tile)):
-        notes.append("16 bits cut to the upper 8 (of gray --range=0,65535 keeps all)")
+        notes.append("16 bits cut to the upper 8 (--range=0,65535 keeps those of gray images)")
     if getattr(image, "is_animated", False):
         notes.append("first of several frames")
     return notes
