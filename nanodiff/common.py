@@ -71,7 +71,7 @@ def get_dist():
     get = os.environ.get
     counts = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
     try:
-        # salloc and sbatch also set SLURM_NTASKS, beside PROCID=0: their tasks may never start. Another is one of them
+        # salloc and sbatch set SLURM_NTASKS, too, with PROCID=0, though no other task may start; a later PROCID is one
         if int(get("SLURM_PROCID") or 0) and not get("RANK"):
             counts.append("SLURM_NTASKS")
         tasks = max(int(get(name) or 1) for name in counts)

@@ -141,7 +141,7 @@ class Stopped(BaseException):
 
 
 class StopSignal:
-    """What the trainer does about signals: the first drops an evaluation at once, or a step after this pass of it, and
+    """What the trainer does about signals: the first drops an evaluation at once, or a step after its present pass, and
     ends the run. The process ends with 128 + the signal's number. In other scripts and until `listen` a signal ends the
     process at once.
 
