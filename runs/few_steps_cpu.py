@@ -11,7 +11,6 @@ depth = 4
 width = 160
 objective = "flow_map_x0"
 timestep_shift = 1.3
-timestep_std = 0.7
 num_iterations = 420
 total_batch_size = 64
 lr = 1e-3

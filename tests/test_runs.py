@@ -15,6 +15,7 @@ from nanodiff.conditions import DataInfo
 from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.process import make_process
 from nanodiff.models.build import empty_model, make_model_config
+from nanodiff.training.settings import refuse_useless
 from runs.gpu.figures import note
 from runs.words.captions import WORDS, caption, draw_captioned, one_hot_words, recognise
 
@@ -53,6 +54,8 @@ def test_a_preset_is_accepted_and_says_what_it_is(preset):
     config = script_settings("base_train", str(RUNS / preset))
     assert config["model_tag"] == preset.removesuffix(".py")  # so that the run folder is where the docs say
     assert ast.get_docstring(ast.parse((RUNS / preset).read_text()))
+    data = LATENTS if config["data"].endswith("_latents") else IMAGES
+    refuse_useless(config, data, ["y"], is_resumed=False)
 
 
 @pytest.mark.parametrize(
