@@ -530,7 +530,7 @@ while True:
         continue
     losses = meter.losses()  # of this rank's images
     if not overflow:  # else fp16 skips the step and halves the loss scale
-        t_distribution.update(*losses)
+        t_distribution.record(*losses)
         ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights
     scaler.update(overflow)
     optim.zero_grad()
