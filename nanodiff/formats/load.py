@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from configurator import check, read_settings
-from nanodiff.common import Settings, Tensors, UserError, at, base_dir, nearest, print0
+from nanodiff.common import Settings, Tensors, UserError, base_dir, nearest, print0
 from nanodiff.conditions import DataInfo, droppable
 from nanodiff.diffusion.process import make_process, why_unguided
 from nanodiff.files import reading, sha256_of
@@ -117,7 +117,7 @@ def find_run(run: str) -> Path:
     """Find the folder of a run by path or tag, a file by path, or shipped weights by name. "" finds the run written to
     last, else the first of the shipped weights."""
     runs = known_runs()
-    places = [at(run), base_dir() / "runs" / run, shipped().get(run, "")]
+    places = [os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, "")]
     if not run:
         places = [*runs, *shipped().values()]
     for path in places:
