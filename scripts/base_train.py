@@ -42,14 +42,13 @@ from nanodiff.data.dataset import check_unchanged, open_dataset, start_verifying
 from nanodiff.data.pixels import from_stored
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, run_uncompiled
 from nanodiff.diffusion.flow import Training
-from nanodiff.diffusion.guidance import choose_guidance, parse_interval
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler, learns_guidance, make_process, why_unguided  # noqa: F401
+from nanodiff.diffusion.process import SAMPLERS, learns_guidance, make_process, parse_interval, why_unguided  # noqa: F401
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (setting)
 from nanodiff.dist import Stopped, stop_signal
 from nanodiff.files import load_tensors
 from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
 from nanodiff.safetensors import load_safetensors
-from nanodiff.sampling.draw import SampleSettings, sample_grid
+from nanodiff.sampling.draw import SampleSettings, choose_guidance, choose_sampler, sample_grid
 from nanodiff.training.batch import automatic_batch, cut_batch, memory_line
 from nanodiff.training.checkpoint import Saver, lock_run, resume_point, run_folder, way_back
 from nanodiff.training.ema import EMA
@@ -531,7 +530,7 @@ while True:
         continue
     losses = meter.losses()  # of this rank's images
     if not overflow:  # else fp16 skips the step and halves the loss scale
-        t_distribution.update(*losses)
+        t_distribution.record(*losses)
         ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights
     scaler.update(overflow)
     optim.zero_grad()

@@ -23,7 +23,7 @@ from configurator import configure
 from nanodiff.common import Progress, UserError, count, print0
 from nanodiff.conditions import NUMBERS
 from nanodiff.data import dataset
-from nanodiff.diffusion.guidance import parse_interval
+from nanodiff.diffusion.process import parse_interval
 from nanodiff.files import read_json, write_atomic
 from nanodiff.prepare.decode import check_size
 from nanodiff.prepare.parts import make_parts

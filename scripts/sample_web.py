@@ -27,10 +27,8 @@ import torch.nn.functional as F
 from configurator import check, configure, read_settings
 from nanodiff.common import UserError, count, print0
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
-from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
 from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_file, shipped
-from nanodiff.models.build import stored_config
 from nanodiff.png import encode_png, make_grid
 from nanodiff.prepare.decode import decode
 from nanodiff.sampling.draw import ModelSamples
@@ -79,9 +77,8 @@ def describe_run(path: Path) -> dict:
             meta, _ = read_file(newest / "model.safetensors", {})
             emas = [*map(str, load_meta(newest)["ema_rates"]), "raw"]
             weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
-        model = SimpleNamespace(config=stored_config(meta))  # only a model's config is needed here
-        process = make_process(meta["config"], meta["data"])
-        loaded = Loaded(model, process, meta["config"], meta["data"], meta["step"], "", "", path)
+        model = SimpleNamespace(config=meta["model_config"])  # only a model's config is needed here
+        loaded = Loaded(model, meta["process"], meta["config"], meta["data"], meta["step"], "", "", path)
         return {
             "weights": weights,
             "classes": loaded.class_names,

@@ -1,7 +1,8 @@
 """From settings to a process and its samplers. What is refused: tests/test_mistakes.py."""
 
 from nanodiff.conditions import DataInfo
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
+from nanodiff.diffusion.process import SAMPLERS, make_process
+from nanodiff.sampling.draw import choose_sampler
 
 
 def test_the_table_of_samplers_is_complete():

@@ -98,13 +98,13 @@ def test_second_moment_equals_the_published(monkeypatch):
         before = torch.tensor(figure["weights_before"], dtype=torch.float64)
         assert_close(sampler.probabilities(), before / before.sum())
         for t, losses in zip(feed_t.split(batches), feed.split(batches)):
-            sampler.update(t, losses)
+            sampler.record(t, losses)
         after = torch.tensor(figure["weights_after"], dtype=torch.float64)
         assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
 
     # Of two ranks that share all but the first loss, each ends with the history of one
     sampler = LossSecondMoment(gaussian(figure["num_timesteps"]))
-    sampler.update(feed_t[:1], feed[:1])
+    sampler.record(feed_t[:1], feed[:1])
     rest = torch.stack([feed_t.float(), feed])[:, 1:]
     halves = rest.unflatten(1, (3, 2, 4)).unbind(2)  # three micro-steps of 4 each
 
@@ -115,7 +115,7 @@ def test_second_moment_equals_the_published(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather", all_gather)
-    sampler.update(*halves[1])
+    sampler.record(*halves[1])
     assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
 
 
@@ -125,7 +125,7 @@ def test_importance_weights_are_unbiased():
     t = torch.arange(6).repeat(LossSecondMoment.length)
     g = torch.Generator().manual_seed(0)
     losses = torch.rand(len(t), generator=g) + 0.1 * t
-    sampler.update(t, losses)
+    sampler.record(t, losses)
     f = torch.tensor([0.3, 5.0, 1.0, 0.0, 2.0, 7.0])
     t, weight = sampler.sample(grid(60_000))
     assert t.dtype == torch.int64

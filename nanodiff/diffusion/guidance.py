@@ -1,48 +1,9 @@
 """Guidance: turn a trained model into the denoiser that a sampler calls."""
 
-import math
-
 import torch
 
-from nanodiff.common import Tensors, UserError, print0
+from nanodiff.common import Tensors, UserError
 from nanodiff.conditions import null_condition
-
-
-def parse_interval(
-    text: str,
-    name: str = "cfg_interval",
-    least: float = 0.0,
-    most: float = 1.0,
-):
-    """(0.3, 0.8) from "0.3,0.8", such as a range of t from 0 (image) to 1 (noise); `name`: of the setting."""
-    try:
-        low, high = (float(x) for x in text.split(","))
-    except ValueError:
-        low = high = math.nan
-    if not least <= low < high <= most:
-        raise UserError(f"{name}={text!r}; accepted: two numbers LOW,HIGH from {least:g} to {most:g}, such as 0.3,0.8")
-    return low, high
-
-
-def choose_guidance(
-    cfg_scale: float,
-    cfg_interval: str,
-    fault: str,
-    overrides,
-):
-    """The scale of the guidance that samples get, and its interval of t.
-
-    `fault`: why the model cannot be guided, or "". If it cannot, both settings are ignored; a line names those in
-    `overrides`.
-    """
-    interval = parse_interval(cfg_interval)
-    if cfg_scale != 1 and not fault:
-        return cfg_scale, interval
-    names = [name for name in ("cfg_scale", "cfg_interval", "cfg_channels") if name in overrides]
-    if names and overrides.get("cfg_scale") != 1:
-        settings = " and ".join(f"{name}={overrides[name]}" for name in names)
-        print0(f"samples are not guided and ignore {settings}: {fault or 'cfg_scale=1'}")
-    return 1.0, (0.0, 1.0)
 
 
 def make_denoiser(model, cond: Tensors, settings):

@@ -9,7 +9,6 @@ from nanodiff.diffusion import flow_map, gaussian
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.flow_map import FlowMap
 from nanodiff.diffusion.gaussian import GaussianDiffusion
-from nanodiff.diffusion.guidance import parse_interval
 
 OBJECTIVES = {  # objective -> kind of process, what the network predicts
     "flow": (FlowMatching, "v"),
@@ -36,6 +35,22 @@ def make_process(config: Settings, data: DataInfo) -> FlowMatching | GaussianDif
     return kind(**settings)
 
 
+def parse_interval(
+    text: str,
+    name: str = "cfg_interval",
+    least: float = 0.0,
+    most: float = 1.0,
+):
+    """(0.3, 0.8) from "0.3,0.8", such as a range of t from 0 (image) to 1 (noise); `name`: of the setting."""
+    try:
+        low, high = (float(x) for x in text.split(","))
+    except ValueError:
+        low = high = math.nan
+    if not least <= low < high <= most:
+        raise UserError(f"{name}={text!r}; accepted: two numbers LOW,HIGH from {least:g} to {most:g}, such as 0.3,0.8")
+    return low, high
+
+
 def learns_guidance(config: Settings, step: float = math.inf) -> bool:
     """True if a run with these settings has taught the model guidance by `step`, so that samples need none."""
     kind, _ = OBJECTIVES[config["objective"]]
@@ -52,25 +67,3 @@ def why_unguided(config: Settings, has_condition: bool, step: float = math.inf) 
     if not has_condition or config["label_drop"] == 0:
         return "the model has no null condition to guide away from"
     return ""
-
-
-def choose_sampler(
-    process,
-    sampler: str,
-    steps: int | str,
-    eta: float = 0.0,
-) -> str:
-    """Resolve "auto", and refuse what process.sample would fail on. `steps`: a number, or a respacing."""
-    if sampler == "auto":
-        sampler = process.default_sampler
-    if sampler not in process.samplers:
-        raise UserError(
-            f"sampler={sampler!r} is not a sampler of {process.kind}; accepted: auto, {', '.join(process.samplers)}"
-        )
-    if eta and sampler != "ddim":
-        raise UserError(f"eta={eta} with sampler={sampler}; accepted: 0, as only ddim takes another eta")
-    if process.is_gaussian:
-        process.respaced(steps)
-    elif isinstance(steps, str):
-        raise UserError(f"respacing={steps!r} with {process.kind}, whose t is continuous; accepted: steps")
-    return sampler

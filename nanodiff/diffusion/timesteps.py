@@ -1,7 +1,7 @@
 """Distributions of t in training.
 
 t, weight = timesteps.sample(u)  # (N,) each, for u (N,) uniform in [0, 1): t and the weight of each image's loss
-timesteps.update(t, losses)  # unweighted losses (N,); called by every rank with the same N; may wait for the GPU
+timesteps.record(t, losses)  # unweighted losses (N,); called by every rank with the same N; may wait for the GPU
 
 To add a distribution, write a function of u and the process, and enter it in the table for its kind of process.
 """
@@ -71,8 +71,8 @@ class Timesteps(torch.nn.Module):
     def sample(self, u):
         return self.draw(self.u_low + (self.u_high - self.u_low) * u, self.process)
 
-    def update(self, t, losses) -> None:
-        """Learn from the losses; most distributions do not."""
+    def record(self, t, losses) -> None:
+        """Record the losses, if the distribution learns from them."""
 
 
 class LossSecondMoment(Timesteps):
@@ -109,7 +109,7 @@ class LossSecondMoment(Timesteps):
         return t, weights[t]
 
     @collective("the gathering of losses by timestep")
-    def update(self, t, losses) -> None:
+    def record(self, t, losses) -> None:
         pairs = torch.stack([t.float(), losses.float()])  # (2, ...): one collective; fp32 holds any t
         if dist.is_initialized():
             copies = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]

@@ -73,7 +73,7 @@ def merge(
             f"{adapters['source']} has adapters for other weights: {lora['base']} as it was, not {base['source']}"
         )
     tensors = dict(tensors)
-    base_names = base["data"].class_names[: base["model_config"]["num_classes"]]
+    base_names = base["data"].class_names[: base["model_config"].num_classes]
     names = list(dict.fromkeys(base_names + lora["classes"]))
     for name, x in adapter_tensors.items():
         if name.endswith(A):
@@ -88,8 +88,9 @@ def merge(
             rows = [names.index(class_name) for class_name in lora["classes"]]
             table[rows] += scale * (x - table[rows])
             tensors[weight] = table
-    num_classes = {"num_classes": len(names)}
+    num_classes = len(names)
     data = base["data"]
     if base_names:
-        data = replace(data, class_names=names, **num_classes)
-    return base | {"data": data, "model_config": base["model_config"] | num_classes}, tensors
+        data = replace(data, class_names=names, num_classes=num_classes)
+    model_config = replace(base["model_config"], num_classes=num_classes)
+    return base | {"data": data, "model_config": model_config}, tensors

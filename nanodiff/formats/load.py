@@ -1,7 +1,8 @@
 """From a file to a model: build(*read(*find(name)), device) is load_run.
 
 Our weight files describe themselves. A reader returns (meta, tensors). meta has step, ema, arch, config (the
-settings), model_config, data (a DataInfo), path and source, and for adapters lora. tensors have our parameter names.
+settings), model_config, data (a DataInfo), process, path and source, and for adapters lora. tensors have our parameter
+names.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 
 from configurator import check, read_settings
-from nanodiff.common import Settings, Tensors, UserError, at, base_dir, nearest, print0
+from nanodiff.common import Settings, Tensors, UserError, base_dir, nearest, print0
 from nanodiff.conditions import DataInfo, droppable
 from nanodiff.diffusion.process import make_process, why_unguided
 from nanodiff.files import reading, sha256_of
@@ -30,7 +31,6 @@ DIFFUSERS = """
     diffusion_pytorch_model.fp16.bin diffusion_pytorch_model.bin
     diffusion_pytorch_model.fp16.safetensors diffusion_pytorch_model.safetensors
     """.split()
-OTHER_VERSION = "describes no model of this version"
 OPTIONS = read_settings(vars(defaults))
 OPTION = re.compile(f",({'|'.join(OPTIONS)})=([^,]*)$")
 
@@ -117,7 +117,7 @@ def find_run(run: str) -> Path:
     """Find the folder of a run by path or tag, a file by path, or shipped weights by name. "" finds the run written to
     last, else the first of the shipped weights."""
     runs = known_runs()
-    places = [at(run), base_dir() / "runs" / run, shipped().get(run, "")]
+    places = [os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, "")]
     if not run:
         places = [*runs, *shipped().values()]
     for path in places:
@@ -177,8 +177,9 @@ def find(name, **run_options):
 def read_file(path: Path, options: Settings):
     """Read (meta, tensors in fp32) from a file of weights or adapters. `options`: what a published file lacks."""
     origin = {"path": path, "source": with_options(path, options)}
-    with reading(path, NO_MODEL):
-        tensors, metadata = read_tensors(path)
+    tensors, metadata = read_tensors(path)
+    fault = "describes no model of this version" if "model_config" in metadata else NO_MODEL
+    with reading(path, fault):
         if "model_config" not in metadata:
             meta, tensors = read_published(path, tensors, options)
         elif options:
@@ -186,6 +187,8 @@ def read_file(path: Path, options: Settings):
         else:
             meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
             meta["data"] = DataInfo(**meta["data"])
+            meta["model_config"] = stored_config(meta)
+        meta["process"] = make_process(meta["config"], meta["data"])
         tensors = {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
     if "sha256" in meta and meta["sha256"] != fingerprint(tensors):
         raise UserError(f"{path} is corrupt: its tensors do not match the SHA-256 in its metadata")
@@ -218,14 +221,19 @@ def read(
 
 def build(meta: dict, tensors: Tensors, device) -> Loaded:
     """The model that `meta` describes, with these tensors."""
-    config = meta["config"]
-    data = meta["data"]
-    with reading(meta["path"], OTHER_VERSION):
-        model = empty_model(stored_config(meta))
-        load_weights(model, tensors, meta["source"], assign=True)
-        process = make_process(config, data)
+    model = empty_model(meta["model_config"])
+    load_weights(model, tensors, meta["source"], assign=True)
     model.to(device).eval()
-    return Loaded(model, process, config, data, meta["step"], meta["source"], meta["ema"], meta["path"])
+    return Loaded(
+        model=model,
+        process=meta["process"],
+        config=meta["config"],
+        data=meta["data"],
+        step=meta["step"],
+        source=meta["source"],
+        weights=meta["ema"],
+        path=meta["path"],
+    )
 
 
 def load_run(

@@ -325,8 +325,7 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
                 defaults["noise_schedule"] = "cosine"
             defaults["rescale_timesteps"] = not num_classes
     config = defaults | {"low_res_size": model_config.low_res} | options
-    fields = dataclasses.asdict(model_config)
-    settings = config | fields | model_settings(model_config)
+    settings = config | dataclasses.asdict(model_config) | model_settings(model_config)
     missing = [f"{name}={settings[name]}" for name in names if name not in options]
     if missing:
         note += (
@@ -338,7 +337,7 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
         "ema": "as published",
         "arch": settings["arch"],
         "config": config,
-        "model_config": fields,
+        "model_config": model_config,
         "note": note.strip(),
         "data": DataInfo(
             kind="images" if channels <= 3 else "latents",

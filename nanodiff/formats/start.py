@@ -9,12 +9,11 @@ from nanodiff.common import Settings, UserError, print0
 from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import match_labels, same_order
 from nanodiff.diffusion.process import OBJECTIVES, learns_guidance
-from nanodiff.files import reading
 from nanodiff.formats.adapters import class_rows, identity, save_adapters  # noqa: F401 (base_train)
-from nanodiff.formats.load import OTHER_VERSION, Loaded, build, find, read, read_file, split_options
-from nanodiff.models.build import load_weights, model_settings, stored_config
+from nanodiff.formats.load import Loaded, find, load_run, read_file, split_options
+from nanodiff.models.build import load_weights, model_settings
 from nanodiff.models.lora import add_lora, class_table
-from nanodiff.training.checkpoint import find_checkpoint, load_meta, run_folder
+from nanodiff.training.checkpoint import find_checkpoint, run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
 TARGET = ("objective", "time_input", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps")
@@ -38,12 +37,9 @@ def inherited(config) -> dict:
     suffix = "_lora" if config["lora_rank"] else ""
     model_tag = config["model_tag"] or f"{base}_{data}{suffix}"
     checkpoint = find_checkpoint(run_folder(model_tag))  # verified, as it may be damaged
-    if checkpoint:
-        meta = load_meta(checkpoint)
-    else:
-        meta, _ = read_file(*find(config["init_from"]))
-    with reading(config["init_from"], OTHER_VERSION):
-        model_config = stored_config(meta)
+    file = (checkpoint / "model.safetensors", {}) if checkpoint else find(config["init_from"])
+    meta, _ = read_file(*file)
+    model_config = meta["model_config"]
     shape = model_settings(model_config) | {"class_cond": model_config.num_classes > 0}
     settings = dict(meta["config"])
     if not checkpoint:
@@ -83,7 +79,7 @@ def open_source(config: Settings, meta: dict, device):
     if kind.is_map or "lora" in meta or not meta:
         teacher = {"base": meta.get("teacher", config["init_from"]), "sha256": meta.get("teacher_sha256")}
         identifier = meta.get("lora", teacher)
-        source = build(*read(*find(identifier["base"])), device)
+        source = load_run(identifier["base"], device)
         if identifier["sha256"] and identifier["sha256"] != identity(source)["sha256"]:
             raise UserError(f"{source.source} has other weights than when this run began")
     data = meta["data"] if meta else source.data

@@ -102,7 +102,7 @@ def make_model_config(config: Settings, data: DataInfo, process) -> ModelConfig:
 
 
 def stored_config(meta: dict) -> ModelConfig:
-    """The model's config in a checkpoint's meta."""
+    """The model's config in the metadata of a file of weights."""
     kind, _ = BACKBONES[meta["arch"]]
     fields = meta["model_config"] | {"checkpointing": False}
     for name, value in fields.items():

@@ -16,6 +16,7 @@ from nanodiff.data.dataloader import shuffled
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import Shape, from_stored, to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
+from nanodiff.diffusion.process import parse_interval
 from nanodiff.dist import gather_batches, over_ranks
 from nanodiff.png import make_grid
 
@@ -40,6 +41,49 @@ class SampleSettings:
     def guidance(self) -> dict:
         low, high = self.cfg_interval
         return {"cfg_scale": self.cfg_scale, "cfg_interval": f"{low:g},{high:g}"}
+
+
+def choose_sampler(
+    process,
+    sampler: str,
+    steps: int | str,
+    eta: float = 0.0,
+) -> str:
+    """Resolve "auto", and refuse what process.sample would fail on. `steps`: a number, or a respacing."""
+    if sampler == "auto":
+        sampler = process.default_sampler
+    if sampler not in process.samplers:
+        raise UserError(
+            f"sampler={sampler!r} is not a sampler of {process.kind}; accepted: auto, {', '.join(process.samplers)}"
+        )
+    if eta and sampler != "ddim":
+        raise UserError(f"eta={eta} with sampler={sampler}; accepted: 0, as only ddim takes another eta")
+    if process.is_gaussian:
+        process.respaced(steps)
+    elif isinstance(steps, str):
+        raise UserError(f"respacing={steps!r} with {process.kind}, whose t is continuous; accepted: steps")
+    return sampler
+
+
+def choose_guidance(
+    cfg_scale: float,
+    cfg_interval: str,
+    fault: str,
+    overrides,
+):
+    """The scale of the guidance that samples get, and its interval of t.
+
+    `fault`: why the model cannot be guided, or "". If it cannot, both settings are ignored; a line names those in
+    `overrides`.
+    """
+    interval = parse_interval(cfg_interval)
+    if cfg_scale != 1 and not fault:
+        return cfg_scale, interval
+    names = [name for name in ("cfg_scale", "cfg_interval", "cfg_channels") if name in overrides]
+    if names and overrides.get("cfg_scale") != 1:
+        settings = " and ".join(f"{name}={overrides[name]}" for name in names)
+        print0(f"samples are not guided and ignore {settings}: {fault or 'cfg_scale=1'}")
+    return 1.0, (0.0, 1.0)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ from configurator import check, read_settings
 from nanodiff.common import UserError, in_batches, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
-from nanodiff.diffusion.guidance import choose_guidance
-from nanodiff.diffusion.process import choose_sampler
 from nanodiff.files import reading
 from nanodiff.sampling import settings as defaults
-from nanodiff.sampling.draw import ModelSamples, SampleSettings, Shape
+from nanodiff.sampling.draw import ModelSamples, SampleSettings, Shape, choose_guidance, choose_sampler
 from nanodiff.sampling.inputs import READERS, open_inputs, read_from_images, start_from
 
 
