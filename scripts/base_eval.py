@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from configurator import configure
-from nanodiff.common import UserError, at, is_first_rank, print0
+from nanodiff.common import UserError, at, base_dir, is_first_rank, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset, verify
 from nanodiff.device import autocast_to, choose_dtype, init_device
@@ -280,7 +280,7 @@ path = at(source)
 folder = path.parent
 stem = path.name if path.is_dir() else path.stem
 if run:
-    folder = run.run_dir or at("")
+    folder = run.run_dir or base_dir() / "samples"
     stem = f"{run.step:06d}" if run.run_dir else run.path.stem
 if is_first_rank():
     # They change no figure, or are in the stem
@@ -288,6 +288,7 @@ if is_first_rank():
     if run and not run.is_named_by(model):  # then the name says which of several files
         apart = apart[1:]
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(path, result)
     print0(f"written to {path}")
     if run and run.run_dir:

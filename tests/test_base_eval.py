@@ -55,6 +55,13 @@ def test_what_a_validation_loss_is_of(run_dir, run_script):
     assert of_nothing["loss_by_t"] == pytest.approx([of_nothing["loss"]] * 20, rel=0.2)
 
 
+def test_the_figures_of_a_file_lie_where_its_samples_would(base, run_dir, run_script):
+    file = base / "alone.safetensors"
+    run_script("export", f"--out={file}")
+    done = run_script("base_eval", *TIMELESS, "--metric=loss", f"--model={file}")
+    assert done["path"].parent == base / "samples"
+
+
 def test_validation_loss_does_not_depend_on_the_training_law_of_t(base, run_script):
     make_data()
     of_flow = ["--timestep_std=0.5", "--timestep_shift=3", "--timesteps=uniform"]
