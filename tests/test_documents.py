@@ -292,7 +292,7 @@ def test_the_headlines_have_logs():
 def test_readme_names_the_picture_s_guided_distance_and_the_floor():
     text = (ROOT / "README.md").read_text()
     figures = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
-    assert f"| {figures['score'][0]:.2f} ({figures['distance'][0]:.2f} unguided) |" in text
+    assert f"| {figures['score'][0]:.2f} (unguided: {figures['distance'][0]:.2f}) |" in text
     assert f"| real photos, the floor | | | {figures['real'][0]:.2f} |" in text
 
 
@@ -300,7 +300,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_log():
     """README: parameters by depth, images seen, time and price at the logged speed, memory."""
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
-    assert [depth for depth, _ in rows] == ["6", "12", "24"]
+    assert [depth for depth, _ in rows] == ["4", "6", "12", "24"]
     for depth, row in rows:
         parameters, seen, whole, memory = row.split(" | ")
         config = DiTConfig.from_depth(int(depth), 32, in_channels=3, out_channels=3, num_classes=10)
@@ -312,11 +312,13 @@ def test_the_dials_table_follows_from_the_dial_and_the_log():
         images = 12 * num_params / config.num_tokens
         unit = 1e6 if "M" in seen else 1
         assert unit * float(seen.strip("M").replace(",", "")) == pytest.approx(images, rel=0.01)
-        measured, at_once = re.match(r"(\d+) GiB at (\d+), ~", memory).groups()
+        if depth == "4":  # on a CPU, whose speed has no log
+            continue
+        measured, at_once = re.match(r"(\d+) GiB \((\d+)\), ~", memory).groups()
         line = rf"^depth {depth}, .*\b{at_once}\b.* (\S+) images/s.* {measured}\b.* GiB$"
         speed = re.search(line, log, re.M)[1]
         hours = images / int(speed.replace(",", "")) / 3600
-        time, unit, price = re.fullmatch(r"(\d+) (minute|hour)s?, (.*)", whole).groups()
+        time, unit, price = re.fullmatch(r"H100: (\d+) (minute|hour)s?, (.*)", whole).groups()
         assert int(time) == round(hours * {"minute": 60, "hour": 1}[unit])
         assert price in (f"{300 * hours:.0f} cents", f"${3 * hours:.0f}")
 
