@@ -79,6 +79,7 @@ NOT_RUN = {
     # words in a text, to be completed by a path, a run or a set
     "prepare_data",
     "prepare_data --path=FOLDER",
+    "prepare_data --labels=none",
     "prepare_data --vectors=FILE.npz",
     "prepare_data --pairs=MASKS",
     "sample",
@@ -314,7 +315,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_log():
         assert unit * float(seen.strip("M").replace(",", "")) == pytest.approx(images, rel=0.01)
         if depth == "4":  # on a CPU, whose speed has no log
             continue
-        measured, at_once = re.match(r"(\d+) GiB \((\d+)\), ~", memory).groups()
+        measured, at_once = re.fullmatch(r"(\d+) GiB \((\d+)\)", memory).groups()
         line = rf"^depth {depth}, .*\b{at_once}\b.* (\S+) images/s.* {measured}\b.* GiB$"
         speed = re.search(line, log, re.M)[1]
         hours = images / int(speed.replace(",", "")) / 3600
