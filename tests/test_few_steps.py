@@ -1,12 +1,13 @@
 """Guidance in the loss and flow maps: against closed forms, and as whole runs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import refused
 from test_base_train import TINY, losses, tiny  # noqa: F401 (tiny is a fixture)
-from tiny_runs import assert_ranks_agree, assert_resumes
+from tiny_runs import assert_ranks_agree, assert_resumes, randomise
 from torch.testing import assert_close
 
 from nanodiff.common import make_generator
@@ -15,6 +16,7 @@ from nanodiff.diffusion.flow import FlowMatching, Training
 from nanodiff.diffusion.flow_map import FlowMap
 from nanodiff.formats.load import load_run
 from nanodiff.formats.start import teach
+from nanodiff.models import build
 from nanodiff.models.dit import DiT, DiTConfig
 
 IMAGES = torch.tensor([[1.0, 0.0], [-1.0, 0.5]])[:, :, None, None]  # a data set of one image per class
@@ -128,6 +130,33 @@ def test_an_untrained_map_is_its_flow_model():
     one_image = x0[:1].expand_as(x0)
     exact = process.losses(straight, one_image, t, noise, {}, TRAINING)
     assert (exact["loss"] < 1e-6).all()
+
+
+@pytest.mark.parametrize("first", [True, 1, 2, 3])
+def test_only_the_last_blocks_see_how_far_to_jump(first):
+    """The others read x_t alone. A map of an earlier version says True, which is block 1: all see it."""
+    config = DiTConfig(
+        image_size=8,
+        in_channels=3,
+        out_channels=3,
+        patch_size=4,
+        width=64,
+        depth=3,
+        heads=4,
+        flow_map=first,
+    )
+    model = DiT(config)
+    model.load_state_dict(randomise(model.state_dict()))
+    outputs = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, args, output: outputs.append(output))
+    x = torch.randn(2, 3, 8, 8)
+    t = torch.rand(2)
+    none, zero, far = (model(x, t, h=h) for h in (None, 0 * t, 25 * t))
+    assert torch.equal(none, zero)
+    assert not torch.equal(zero, far)
+    for number in (1, 2, 3):
+        assert torch.equal(outputs[2 + number], outputs[5 + number]) == (number < first)
 
 
 def test_the_teacher_is_asked_for_its_own_classes():
@@ -263,6 +292,20 @@ def more(request, tiny, run_script):  # noqa: F811
 
 def test_a_resumed_run_is_bit_identical(tiny, run_script, more):  # noqa: F811
     assert_resumes(tiny, run_script, *TINY, *more, "--device_batch_size=8")
+
+
+def test_a_resumed_map_keeps_the_block_from_which_it_sees_jumps(tiny, run_script, monkeypatch):  # noqa: F811
+    deeper = (*TINY, "--depth=3", "--width=64", "--num_iterations=2")
+    run_script("base_train", *deeper, "--model_tag=source")
+    its_map = (*deeper, *MAP, "--model_tag=map")
+    with monkeypatch.context() as patch:
+        make = build.make_model_config
+        patch.setattr(build, "make_model_config", lambda *args: replace(make(*args), flow_map=True))  # as it was once
+        run_script("base_train", *its_map, "--num_iterations=1")
+    done = run_script("base_train", *its_map, "--resume=changed")
+    assert done["raw_model"].config.flow_map == 1
+    assert load_run("map", torch.device("cpu")).model.config.flow_map == 1
+    assert run_script("base_train", *its_map, "--model_tag=new")["raw_model"].config.flow_map == 3
 
 
 def test_a_map_keeps_its_teacher_when_that_is_trained_on(tiny, run_script):  # noqa: F811

@@ -34,7 +34,8 @@ class FlowMap(FlowMatching):
     as well as heun's 25 (runs/LOG.md, 28), but lose fine detail: from 1/4 to 0 one step keeps 0.99 of a deviation of
     0.15, 0.65 of one of 0.05. The shipped map's four jumps score a third worse than its teacher's 25 evaluations
     (runs/weights/README.md).
-    As r approaches t, u becomes v(x_t, t), so the flow model's samplers still work.
+    As r approaches t, u becomes v(x_t, t), so the flow model's samplers still work. Only the last third of the blocks
+    sees t - r (Lee et al. 2025, arXiv:2510.24474): the others read x_t as the flow model does.
     """
 
     is_map = True
@@ -69,10 +70,8 @@ class FlowMap(FlowMatching):
         if self.cfg_scale == 1:
             v = velocity(x_t, t, **cond)
         else:
-            null = null_condition(model.config, cond)
-            v, v_null = with_and_without(velocity, x_t, t, cond, null)
-            v_guided = v_null + self.cfg_scale * (v - v_null)
-            v = torch.where(self.is_guided(t), v_guided, v)
+            v, v_null = with_and_without(velocity, x_t, t, cond, null_condition(model.config, cond))
+            v = torch.where(self.is_guided(t), v_null + self.cfg_scale * (v - v_null), v)
         if self.teacher.process.prediction == "x0":  # below t = MIN_T, x - x0 was divided by MIN_T instead of t
             v = v * per_image(MIN_T / t.clamp(0.01, MIN_T))
         return v
@@ -82,25 +81,21 @@ class FlowMap(FlowMatching):
         loss of v."""
         if training is None:
             return super().losses(model, x0, t, noise, cond)
-        u = training.draw(t.new_empty(len(t), 3))
-        u_n, u_i, u_kind = u.unbind(1)
+        u_n, u_i, u_kind = training.draw(t.new_empty(len(t), 3)).unbind(1)
         # 80% of the rows jump between two of the times 0, 1/4, 1/2, 3/4, 1; 20% jump by at most 1/4, anywhere
         quarters = 1 + (4 * u_n).floor()
         first = ((5 - quarters) * u_i).floor()
         is_short = u_kind < 0.2
         start = torch.where(is_short, 0.01 + 0.99 * u_i, (first + quarters) / 4)
-        length = torch.where(is_short, 0.01 + 0.24 * u_n, quarters / 4)
-        end = (start - length).clamp(min=0)
+        end = (start - torch.where(is_short, 0.01 + 0.24 * u_n, quarters / 4)).clamp(min=0)
         near = torch.minimum(start, end + 0.25)
         t, m, r = map(self.shift, (start, near, end))
         x_t = self.noised(x0, per_image(t), noise)
         u_tr = self.velocity(model, x_t, t, r, **cond)
         with torch.no_grad():
-            u_tm = self.velocity(model, x_t, t, m, **cond)
-            x_r = x_t - per_image(t - m) * u_tm
+            x_r = x_t - per_image(t - m) * self.velocity(model, x_t, t, m, **cond)
             velocity = functools.partial(self.teacher_velocity, cond)
-            halfway = self.shift((near + end) / 2)
-            walk = (m, halfway, r) if self.timestep_shift > 4 else (m, r)
+            walk = (m, self.shift((near + end) / 2), r) if self.timestep_shift > 4 else (m, r)
             for times in pairwise(map(per_image, walk)):
                 x_r, _ = flow.ralston_step(velocity, x_r, *times)
             target = (x_t - x_r) / per_image(t - r)

@@ -92,7 +92,7 @@ def make_model_config(config: Settings, data: DataInfo, process) -> ModelConfig:
         if setting != "depth":
             shape[field] = from_setting(field, config[setting])
     if process.is_map:
-        shape["flow_map"] = True
+        shape["flow_map"] = 1 + 2 * config["depth"] // 3  # see FlowMap
     model_config = kind.from_depth(config["depth"], **shape)
     unit = model_config.side_unit
     for height, width, _ in data.sizes or ():

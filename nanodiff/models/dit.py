@@ -37,7 +37,7 @@ class DiTConfig(Conditioned):
     block: str = "modern"
     mlp_ratio: float = 4.0  # hidden / width; 2/3 of this in a modern MLP, which has three matrices instead of two
     checkpointing: bool = False  # recompute each block in backward: less memory, a third more compute
-    flow_map: bool = False  # also takes h, the time to jump
+    flow_map: int = 0  # the first block, from 1, that also sees h, the time to jump; 0 = none
 
     def __post_init__(self):
         if self.patch_size < 1 or self.image_size % self.patch_size:
@@ -315,10 +315,6 @@ class DiT(nn.Module):
         c = self.t_embed(timestep_embedding(t, T_EMBED_DIM))  # (N, width)
         if cfg.num_classes:
             c = c + self.y_embed(y)
-        if cfg.flow_map:
-            if h is None:
-                h = torch.zeros_like(t)
-            c = c + self.h_embed(timestep_embedding(h, T_EMBED_DIM))
         if cfg.vector_dim:
             vectors, is_null = null_rows(vectors)
             vectors = self.vector_embed(vectors) + is_null * self.vector_null  # (N, C) or (N, L, C)
@@ -327,12 +323,15 @@ class DiT(nn.Module):
                 x = torch.cat([tokens.to(stream), x], dim=1)  # (N, L + T, C)
             else:
                 c = c + vectors
-        c = F.silu(c)  # adaLN's activation, the same in every block
+        late = c
+        if cfg.flow_map:
+            late = c + self.h_embed(timestep_embedding(0 * t if h is None else h, T_EMBED_DIM))
+        c, late = F.silu(c), F.silu(late)  # adaLN's activation, the same in every block
 
-        for block in self.blocks:
-            x = run_block(cfg, block, x, c, rotation)
+        for number, block in enumerate(self.blocks, 1):
+            x = run_block(cfg, block, x, c if number < cfg.flow_map else late, rotation)
 
-        x = self.final(x[:, cfg.vector_len :], c)  # (N, T, p*p*out)
+        x = self.final(x[:, cfg.vector_len :], late)  # (N, T, p*p*out)
         x = x.view(N, rows, cols, p, p, -1).permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
         return x.flatten(4).flatten(2, 3)
 
