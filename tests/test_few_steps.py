@@ -198,7 +198,7 @@ def velocity(x, model_t):
 
 
 @pytest.mark.parametrize("shift", [1.0, 1.3, 6.0])
-def test_a_jump_is_taught_from_where_another_lands(shift):
+def test_a_jump_is_taught_by_one_that_is_shorter(shift):
     """Whatever the shift. And with exact jumps the teacher lands where the flow does: within 1.5%."""
     process = FlowMap(timestep_shift=shift)
     calls = []
@@ -213,18 +213,13 @@ def test_a_jump_is_taught_from_where_another_lands(shift):
 
     x0 = MEAN + STD * torch.randn(999, 1, 1, 1)
     noise = torch.randn(999, 1, 1, 1)
-    for low, high in (
-        (0.2, 0.5),  # the teacher covers the last quarter
-        (0.5, 1.0),  # the last sixteenth: the map lands between the times that it learns
-    ):
-        calls.clear()
-        spans = torch.tensor([1, 1, high - low])
-        starts = torch.tensor([0, 0, low])  # no jump is short
-        training = Training(0.0, lambda like: torch.rand(like.shape) * spans + starts)  # noqa: B023
-        losses = process.losses(exact, x0, torch.rand(999), noise, {}, training)["loss"]
-        learned, used = calls
-        assert ({(t, m) for t, m in used if m < t} <= learned) == (high == 0.5)
-        assert losses.mean() < 0.0005
+    spans = torch.tensor([1, 1, 0.8])
+    starts = torch.tensor([0, 0, 0.2])  # no jump is short
+    training = Training(0.0, lambda like: torch.rand(like.shape) * spans + starts)
+    losses = process.losses(exact, x0, torch.rand(999), noise, {}, training)["loss"]
+    learned, used = calls
+    assert {t for t, _ in used} == {t for t, _ in learned}
+    assert losses.mean() < 0.0005
 
 
 def test_the_map_of_gaussian_data():
