@@ -208,8 +208,8 @@ if fixed:  # published and older models lack the channel that marks a null secon
     channels = fixed.get("given_channels", 0)
     if codec.data.given_channels not in (0, channels):
         raise UserError(f"data={data!r} has second images, which the base or checkpoint does not take")
-    from_block = {"flow_map": fixed["flow_map"]} if process.is_map else {}
-    model_config = replace(model_config, given_channels=channels, **from_block)
+    first_block = {"flow_map": fixed["flow_map"]} if process.is_map else {}
+    model_config = replace(model_config, given_channels=channels, **first_block)
 raw_model = build_model(model_config, device, seed)
 new = start.start_from(raw_model, source, config, class_names) if source else []
 num_params = sum(p.numel() for p in raw_model.parameters())

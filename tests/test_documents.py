@@ -290,7 +290,7 @@ def test_the_headlines_have_logs():
     assert len(ROWS) == len({*map(str, ROWS)})
 
 
-def test_readme_names_the_picture_s_guided_distance_and_the_floor():
+def test_readme_states_the_large_models_guided_distance_and_the_floor():
     text = (ROOT / "README.md").read_text()
     figures = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
     assert f"| {figures['score'][0]:.2f} (unguided: {figures['distance'][0]:.2f}) |" in text
@@ -313,7 +313,11 @@ def test_the_dials_table_follows_from_the_dial_and_the_log():
         images = 12 * num_params / config.num_tokens
         unit = 1e6 if "M" in seen else 1
         assert unit * float(seen.strip("M").replace(",", "")) == pytest.approx(images, rel=0.01)
-        if depth == "4":  # on a CPU, whose speed has no log
+        if depth == "4":
+            cpu_log = (RUNS / "records" / "plan_e28fc01.txt").read_text()
+            speed = re.search(r"^ *4 +2 +[\d,]+ +\S+ +(\S+)", cpu_log, re.M)[1]
+            assert whole == f"two CPU cores: {images / float(speed) / 60:.0f} minutes"
+            assert f"{memory.removesuffix(' (64)')} of memory at the peak" in cpu_log
             continue
         measured, at_once = re.fullmatch(r"(\d+) GiB \((\d+)\)", memory).groups()
         line = rf"^depth {depth}, .*\b{at_once}\b.* (\S+) images/s.* {measured}\b.* GiB$"

@@ -29,9 +29,9 @@ class FlowMap(FlowMatching):
         x_m = x_t - (t - m) sg u(x_t, t, m)
         x_r = x_m moved from m to r along v, by one step of ralston, or two if the shift exceeds 4
         (t - r) u(x_t, t, r)  <-  x_t - x_r
-    So a longer jump is taught by one that is d shorter. d = 1/16 is near the Lagrangian limit d -> 0, in which the map
-    follows v where it lands; jumps of at most 1/4 have d = 1/4: the teacher alone teaches them. One step of ralston
-    loses fine detail: from 1/4 to 0 it keeps 0.99 of a deviation of 0.15, 0.65 of one of 0.05. The shipped map, taught
+    So a jump is taught by one that is d shorter. d = 1/16 is near the Lagrangian limit d -> 0, in which the map follows
+    v where it lands; for the short jumps d = 1/4, so the teacher alone teaches them. One step of ralston then loses
+    fine detail: from 1/4 to 0 it keeps 0.99 of a deviation of 0.15, 0.65 of one of 0.05. The shipped map, taught
     by d = 1/4 alone, as in progressive distillation (Salimans & Ho 2022, arXiv:2202.00512), scores a third worse in
     four jumps than its teacher in 25 evaluations (runs/weights/README.md).
     As r approaches t, u becomes v(x_t, t), so the flow model's samplers still work. Only the last third of the blocks

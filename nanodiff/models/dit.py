@@ -323,15 +323,15 @@ class DiT(nn.Module):
                 x = torch.cat([tokens.to(stream), x], dim=1)  # (N, L + T, C)
             else:
                 c = c + vectors
-        late = c
+        c_h = c  # with h
         if cfg.flow_map:
-            late = c + self.h_embed(timestep_embedding(0 * t if h is None else h, T_EMBED_DIM))
-        c, late = F.silu(c), F.silu(late)  # adaLN's activation, the same in every block
+            c_h = c + self.h_embed(timestep_embedding(0 * t if h is None else h, T_EMBED_DIM))
+        c, c_h = F.silu(c), F.silu(c_h)  # adaLN's activation, the same in every block
 
         for number, block in enumerate(self.blocks, 1):
-            x = run_block(cfg, block, x, c if number < cfg.flow_map else late, rotation)
+            x = run_block(cfg, block, x, c if number < cfg.flow_map else c_h, rotation)
 
-        x = self.final(x[:, cfg.vector_len :], late)  # (N, T, p*p*out)
+        x = self.final(x[:, cfg.vector_len :], c_h)  # (N, T, p*p*out)
         x = x.view(N, rows, cols, p, p, -1).permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
         return x.flatten(4).flatten(2, 3)
 
