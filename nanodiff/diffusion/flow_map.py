@@ -25,15 +25,16 @@ class FlowMap(FlowMatching):
     """Flow matching in one to four steps: the network also sees r <= t and learns the mean velocity u(x_t, t, r).
 
     It is tuned from a flow model, its `teacher`, whose velocity v is guided by cfg_scale. For a target the map jumps to
-    m = min(t, r + d), and the teacher continues to r. With sg = no gradient, and times before the shift:
+    m = min(t, r + 1/4), and the teacher continues to r. With sg = no gradient, and times before the shift:
         x_m = x_t - (t - m) sg u(x_t, t, m)
         x_r = x_m moved from m to r along v, by one step of ralston, or two if the shift exceeds 4
         (t - r) u(x_t, t, r)  <-  x_t - x_r
-    So a jump is taught by one that is d shorter. d = 1/16 is near the Lagrangian limit d -> 0, in which the map follows
-    v where it lands; for the short jumps d = 1/4, so the teacher alone teaches them. One step of ralston then loses
-    fine detail: from 1/4 to 0 it keeps 0.99 of a deviation of 0.15, 0.65 of one of 0.05. The shipped map, taught
-    by d = 1/4 alone, as in progressive distillation (Salimans & Ho 2022, arXiv:2202.00512), scores a third worse in
-    four jumps than its teacher in 25 evaluations (runs/weights/README.md).
+    So the teacher alone teaches jumps of at most 1/4; a longer jump is taught by one that is 1/4 shorter, as in
+    progressive distillation (Salimans & Ho 2022, arXiv:2202.00512). Four steps of ralston, 12 evaluations, draw nearly
+    as well as heun's 25 (runs/LOG.md, 28), but lose fine detail: from 1/4 to 0 one step keeps 0.99 of a deviation of
+    0.15, 0.65 of one of 0.05. The shipped map's four jumps score a third worse than its teacher's 25 evaluations
+    (runs/weights/README.md). With r + 1/16 instead of r + 1/4, jumps to m are none that the map is taught, and its
+    photographs fall apart (runs/LOG.md, 25).
     As r approaches t, u becomes v(x_t, t), so the flow model's samplers still work. Only the last third of the blocks
     sees t - r (Lee et al. 2025, arXiv:2510.24474): the others read x_t as the flow model does.
     """
@@ -88,7 +89,7 @@ class FlowMap(FlowMatching):
         is_short = u_kind < 0.2
         start = torch.where(is_short, 0.01 + 0.99 * u_i, (first + quarters) / 4)
         end = (start - torch.where(is_short, 0.01 + 0.24 * u_n, quarters / 4)).clamp(min=0)
-        near = torch.minimum(start, end + torch.where(is_short, 1 / 4, 1 / 16))
+        near = torch.minimum(start, end + 0.25)
         t, m, r = map(self.shift, (start, near, end))
         x_t = self.noised(x0, per_image(t), noise)
         u_tr = self.velocity(model, x_t, t, r, **cond)
