@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -299,7 +298,7 @@ def test_the_readmes_change_of_a_sampler_draws_mirrored_images(monkeypatch):
     source = inspect.getsource(flow.euler)
     assert source.count(line) == 1
     scope = {**vars(flow)}
-    exec(source.replace(line, line + textwrap.indent(added, "    ")), scope)
+    exec(source.replace(line, line + added), scope)
     model = nanodiff.load(RUNS / "weights" / "cifar10.safetensors")
     settings = dict(classes=["horse", "ship"], num_images=2, sampler="euler", steps=5)
     plain = model.sample(**settings).astype(int)
