@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One to four evaluations per image instead of 21 or more: train the model of runs/cpu.sh for twice as many steps, tune it
-# into a flow map in as much time, then compare. Eleven minutes on two cores.
+# into a flow map in as much time, then compare. Six to eleven minutes on two cores.
 #   bash runs/few_steps.sh                        further arguments go to base_train: --num_iterations=50
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 

@@ -33,8 +33,8 @@ class FlowMap(FlowMatching):
     progressive distillation (Salimans & Ho 2022, arXiv:2202.00512). Four steps of ralston, 12 evaluations, draw nearly
     as well as heun's 25 (runs/LOG.md, 28), but lose fine detail: from 1/4 to 0 one step keeps 0.99 of a deviation of
     0.15, 0.65 of one of 0.05. The shipped map's four jumps score a third worse than its teacher's 25 evaluations
-    (runs/weights/README.md). With r + 1/16 instead of r + 1/4, jumps to m are none that the map is taught, and its
-    photographs fall apart (runs/LOG.md, 25).
+    (runs/weights/README.md). With r + 1/16 instead of r + 1/4 the map lands by jumps that it is not taught, of 7, 11
+    and 15 sixteenths, and photographs fall apart (runs/LOG.md, 25).
     As r approaches t, u becomes v(x_t, t), so the flow model's samplers still work. Only the last third of the blocks
     sees t - r (Lee et al. 2025, arXiv:2510.24474): the others read x_t as the flow model does.
     """

@@ -225,14 +225,14 @@ def build(meta: dict, tensors: Tensors, device) -> Loaded:
     load_weights(model, tensors, meta["source"], assign=True)
     model.to(device).eval()
     return Loaded(
-        model,
-        meta["process"],
-        meta["config"],
-        meta["data"],
-        meta["step"],
-        meta["source"],
-        meta["ema"],
-        meta["path"],
+        model=model,
+        process=meta["process"],
+        config=meta["config"],
+        data=meta["data"],
+        step=meta["step"],
+        source=meta["source"],
+        weights=meta["ema"],
+        path=meta["path"],
     )
 
 
