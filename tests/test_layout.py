@@ -169,6 +169,15 @@ def test_the_readme_is_read_in_four_minutes():
     assert len(guide.splitlines()) <= 250
 
 
+def test_the_readme_says_how_much_there_is_to_read():
+    readme = (ROOT / "README.md").read_text()
+    program = [ROOT / "configurator.py", *ROOT.glob("nanodiff/**/*.py"), *ROOT.glob("scripts/*.py")]
+    core = re.findall(r"\[`[a-z_]+\.py`\]\((.*?)\)", readme.split("## Read and change")[1])
+    count = lambda paths: sum(len((ROOT / path).read_text().splitlines()) for path in paths)
+    assert len(core) == 3
+    assert f"{round(count(core), -2):,} lines, the core of {round(count(program), -3):,}." in readme
+
+
 def test_links_between_pages_resolve():
     """Of README and runs/*.md: the file is there, and so is the heading or the anchor behind the "#"."""
     for page in [ROOT / "README.md", *ROOT.glob("runs/*.md")]:
