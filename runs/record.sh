@@ -3,7 +3,7 @@
 #   bash runs/record.sh cpu 1                        two CPU cores, 20 minutes; a record needs seeds 1, 2 and 3
 #   bash runs/record.sh gpu 1                        one GPU, 5 minutes. Not yet run
 # The GPU track's number of steps is for an H100; runs/gpu.sh finds another GPU's. Further arguments go to base_train.
-# First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
+# First make the set, as RECORDS.md's rule 1 says
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 track=${1:-} seed=${2:-}
 [[ $track =~ ^(cpu|gpu)$ && $seed =~ ^[0-9]+$ ]] || { echo "error: give a track, cpu or gpu, and a seed" >&2; exit 2; }

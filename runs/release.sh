@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # How the weights in runs/weights were made: a flow model of CIFAR-10, its flow map, their figures. Takes hours on two cores:
-# see the model card, runs/weights/README.md. First make the set: prepare_data --source=cifar10 --name=cifar10
+# see the model card, runs/weights/README.md. First make the set: runs/RECORDS.md, rule 1
 #   bash runs/release.sh                          further arguments go to all trainings: --num_iterations=50
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 work=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/release

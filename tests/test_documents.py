@@ -79,7 +79,7 @@ NOT_RUN = {
     "sample_web",
     "sample_web --model=runs/weights/cifar10.safetensors",
     "base_train --fid_every=5000",
-    "prepare_data --source=cifar10 --name=cifar10",
+    "prepare_data --path=CIFAR-10-images --name=cifar10",
     # words in a text, to be completed by a path, a run or a set
     "prepare_data",
     "prepare_data --path=FOLDER",
