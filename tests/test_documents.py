@@ -207,7 +207,7 @@ STATED = [  # a column's title; the figure that its cells state; its decimals
     ("minutes", "clock", 1),
     ("seconds, longest", "longest", 0),
     ("samples", "samples", 0),
-    ("distance", "score", 2),
+    ("distance (lower is better)", "score", 2),
     ("fd_classifier", "distance", 2),
     ("guided in sampling by 1.5 in 0.3 to 0.7", "score", 2),
     ("precision", "precision", 3),
@@ -289,7 +289,7 @@ def test_the_headlines_have_logs():
     assert len(ROWS) >= 12
     assert len(ROWS) == len({*map(str, ROWS)})
     (real,) = {*read_log(RUNS / "records" / "cpu_1c4e837.txt")["real"]}
-    assert f"| photos held out of training | | | {real:.2f} |" in (ROOT / "README.md").read_text()
+    assert f"| real photos that no model has seen | | {real:.2f} |" in (ROOT / "README.md").read_text()
 
 
 def test_the_readmes_change_of_a_sampler_draws_mirrored_images(monkeypatch):
