@@ -256,6 +256,16 @@ def test_names_do_not_command_the_terminal(capsys):
     assert capsys.readouterr().err == "error: ?]0;title?\n"
 
 
+def test_progress_without_a_reader_ends_no_run(monkeypatch):
+    terminal = Mock(write=Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with common.Progress(2, "images", "grid") as bar:
+        bar.pause = 0
+        bar.update(1)
+    monkeypatch.undo()
+    assert terminal.write.called
+
+
 def test_one_is_singular():
     counts = [common.count(n, "class", "classes") for n in (0, 1, 2000)]
     assert counts == ["0 classes", "1 class", "2,000 classes"]

@@ -285,7 +285,7 @@ def test_progress_and_steps(sampler):
     calls = []
     denoiser = lambda x, t, time: ts.append(t[0].item()) or 0.1 * x
     progress = lambda i, steps, x0: calls.append((i, steps, x0))
-    out = process.sample(denoiser, x_T, 5, sampler, progress=progress)
+    out = process.sample(denoiser, x_T, 5, sampler, on_step=progress)
     assert [i for i, _, _ in calls] == [1, 2, 3, 4, 5]
     assert {steps for _, steps, _ in calls} == {5}
     expected = [10 * t for t in reversed(space_timesteps(100, "5"))]

@@ -127,6 +127,20 @@ def with_spectrum(rows, cols, values, seed=0):
     return U, V, torch.tensor(U * values @ V.T, dtype=torch.float32)
 
 
+class NotFiniteOnMPS:
+    device = torch.device("mps")
+
+    def __bool__(self):
+        return False
+
+
+def test_a_step_that_is_not_finite_changes_nothing_on_mps():
+    """Whose fused kernel ignores found_inf."""
+    weights, *state = torch.ones(4, 3)
+    optim.AdamW(0.95).update({"lr": 0.1, "weight_decay": 0.1}, 3, NotFiniteOnMPS(), weights, *state)
+    assert (weights == 1).all()
+
+
 @pytest.mark.parametrize(
     "rows,cols",
     [

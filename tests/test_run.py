@@ -92,8 +92,8 @@ def test_ranks_agree_on_the_largest_batch(monkeypatch):
 
 def new_meter(costs=()):
     process = SimpleNamespace(is_gaussian=False)
-    progress = {"train_time_s": 0.0, "log_lines": 0, "running_loss": 0.0}
-    return Meter(process, torch.device("cpu"), torch.float32, costs, progress)
+    loop_state = {"train_time_s": 0.0, "log_lines": 0, "running_loss": 0.0}
+    return Meter(process, torch.device("cpu"), torch.float32, costs, loop_state)
 
 
 def test_means_since_the_last_log_line():
@@ -199,7 +199,7 @@ def test_the_printed_loss_is_smoothed_and_debiased_as_nanochats(monkeypatch, clo
         assert line["train/loss_smooth"] == pytest.approx(running / (1 - 0.9**n))
         assert f"| loss {line['train/loss_smooth']:.4f} |" in meter.console(line, 9)
     resumed = new_meter()
-    resumed.progress |= json.loads(json.dumps(meter.progress))
+    resumed.loop_state |= json.loads(json.dumps(meter.loop_state))
     for again in (meter, resumed):
         take_step(again, clock, 0.1, log_now=True, loss=float("nan"))
         assert again.line(4, 8, 1e6)["train/loss_smooth"] == line["train/loss_smooth"]
@@ -234,7 +234,7 @@ def test_a_figure_that_is_not_finite_ends_the_run(tmp_path):
     config = Config(resume="auto")
     config.defaults = {}
     described = {"config": config, "num_iterations": 9}
-    log = RunLog("dummy", tmp_path, torch.device("cpu"), described, 0, progress={})
+    log = RunLog("dummy", tmp_path, torch.device("cpu"), described, 0, loop_state={})
     for key in ("val/loss", "val/loss_ema", "val/fd_classifier"):
         with pytest.raises(FloatingPointError, match=f"step 30: {key} is nan; give .*\\(saved: none\\)"):
             log.evaluation(30, {"val/loss_q0": 0.5, key: float("nan")})
@@ -296,7 +296,7 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
         config = Config(defaults | {"lr": lr})
         config.defaults = defaults
         described = {"config": config, "num_iterations": num_iterations}
-        return RunLog("dummy", tmp_path, torch.device("cpu"), described, step, progress={})
+        return RunLog("dummy", tmp_path, torch.device("cpu"), described, step, loop_state={})
 
     recorded = lambda: json.loads((tmp_path / "config.json").read_text())
     log = open_log(lr=2, step=0, num_iterations=3)

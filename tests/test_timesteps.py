@@ -9,7 +9,7 @@ import torch.distributed as dist
 from conftest import golden, refused
 from torch.testing import assert_close
 
-from nanodiff.diffusion.flow import TIMES, FlowMatching
+from nanodiff.diffusion.flow import TIME_INPUTS, FlowMatching
 from nanodiff.diffusion.timesteps import FOR_BOTH, FOR_FLOW, FOR_GAUSSIAN, TIMESTEPS, LossSecondMoment, make_timesteps
 from nanodiff.models.dit import timestep_embedding
 
@@ -51,7 +51,7 @@ def test_quantiles(std):
 )
 def test_the_embedding_of_t_turns_no_faster_than_it_may(seen, fastest):
     """In radians per thousandth of t."""
-    t = TIMES[seen](torch.linspace(0, 1, 1001))
+    t = TIME_INPUTS[seen](torch.linspace(0, 1, 1001))
     turned = timestep_embedding(t, 256).diff(dim=0).abs().max()
     assert 0.8 * fastest < turned <= fastest
 
