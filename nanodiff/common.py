@@ -5,14 +5,13 @@ import os
 import re
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from configurator import nearest  # noqa: F401 (for the house)
 
 Tensors = dict[str, Tensor]  # by name
 Settings = dict[str, object]  # of a run, by name
@@ -59,7 +58,7 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
         line = f"error: {error.strerror}: {path}; completed files are intact"
     elif is_out_of_memory(error):
         reason = str(error) or "out of memory"
-        line = f"error: {reason}; give a smaller --device_batch_size (training; then --checkpointing) or --batch_size"
+        line = f"error: {reason}; lower --device_batch_size (in training; then --checkpointing) or --batch_size"
     elif not isinstance(error, LostRank | FloatingPointError):
         return otherwise(kind, error, traceback)
     print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
@@ -200,8 +199,8 @@ class Progress:
 
     def _show(self, text: str) -> None:
         if is_first_rank():
-            text = f"\r\033[K{text}" if self.on_terminal else f"{text}\n"
-            print(text, end="", file=sys.stderr, flush=True)
+            with suppress(OSError):  # a closed terminal or pipe
+                print(f"\r\033[K{text}" if self.on_terminal else f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def count(n: int, noun: str, plural: str) -> str:

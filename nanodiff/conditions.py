@@ -1,4 +1,4 @@
-"""Conditions, a model's inputs beside x_t and t, one dict from the set to the model; DataInfo, what is known of a set.
+"""Conditions, a model's inputs beside x_t and t, one dict from the set to the model; DataInfo, facts about a set.
 
     y        labels (N,) int64
     vectors  (N, D), or sequences (N, L, D) padded with zeros
@@ -78,11 +78,9 @@ def droppable(config: Conditioned) -> list[str]:
 
 def some_conditions(config: Conditioned, n: int, device="cpu") -> Tensors:
     """Zeros (n, ...) for each condition that a model takes, to try it out."""
-    cond = {}
-    for name, shape in row_shapes(config).items():
-        dtype = torch.int64 if name == "y" else None
-        cond[name] = torch.zeros(n, *shape, dtype=dtype, device=device)
-    return cond
+    dtypes = {"y": torch.int64}
+    shapes = row_shapes(config).items()
+    return {name: torch.zeros(n, *shape, dtype=dtypes.get(name), device=device) for name, shape in shapes}
 
 
 def conditioning(config: Conditioned, conditions: Tensors, x0=None, is_dropped=None) -> Tensors:
@@ -113,11 +111,8 @@ def null_condition(config: Conditioned, cond: Tensors) -> Tensors:
     """Null values for the conditions in `cond` that can be dropped: the null class for labels, NaN for floats. No row
     holds NaN, so null differs from every value.
     """
-    nulls = {}
-    for name in droppable(config):
-        value = config.num_classes if name == "y" else math.nan
-        nulls[name] = torch.full_like(cond[name], value)
-    return nulls
+    values = {"y": config.num_classes}
+    return {name: torch.full_like(cond[name], values.get(name, math.nan)) for name in droppable(config)}
 
 
 def null_rows(x: Tensor) -> tuple[Tensor, Tensor]:

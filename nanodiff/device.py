@@ -86,9 +86,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)
     if device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return torch.bfloat16
-        return torch.float16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     # Without AVX512-BF16 a CPU emulates bf16, slower than fp32
     if device.type == "cpu" and torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16

@@ -118,8 +118,8 @@ def compare_ranks(config: Settings) -> None:
     facts = config | {"torch": torch.__version__, "code": code[:8], "model_tag": "", "run": ""}
     fault = ""
     for rank, rank_facts in enumerate(gather_objects(facts)):
-        pairs = [(name, facts.get(name), value) for name, value in rank_facts.items()]
-        differences = [f"{name}={value}, rank 0 {first}" for name, first, value in pairs if value != first]
+        changes = rank_facts.items() - facts.items()
+        differences = [f"{name}={value}, rank 0 {facts.get(name)}" for name, value in sorted(changes)]
         if differences:
             fault = f"rank {rank} has {'; '.join(differences)}; accepted: the same on every rank"
     fault = from_first_rank(fault, "the settings")
@@ -141,9 +141,9 @@ class Stopped(BaseException):
 
 
 class StopSignal:
-    """What the trainer does about signals: the first drops an evaluation at once, or a step after its present pass, and
-    ends the run. The process ends with 128 + the signal's number. In other scripts and until `listen` a signal ends the
-    process at once.
+    """How the trainer handles signals: the first drops an evaluation at once, or a step after its current pass, and
+    ends the run. The process exits with 128 + the signal's number. In other scripts, and before `listen`, a signal ends
+    the process at once.
 
     Slurm, systemd and torchrun each send theirs. So a signal that comes again kills only if it comes late: SIGINT, a
     person's, after a second, the others after ten. A signal to torchrun ends the run, whatever its --max-restarts;

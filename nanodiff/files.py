@@ -22,7 +22,7 @@ import torch
 from nanodiff.common import Progress, UserError, is_out_of_memory, print0
 
 
-def fsync_dir(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Make a rename within a folder survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -124,12 +124,12 @@ def name_of_settings(stem: str, config, *apart: str) -> str:
 def publish_folder(temporary: Path, final: Path) -> None:
     """Rename a finished folder, replacing an old one."""
     temporary.chmod(0o755)
-    fsync_dir(temporary)
+    fsync(temporary)
     old = tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.tmp-")
     if final.exists():
         os.rename(final, old)
     os.rename(temporary, final)
-    fsync_dir(final.parent)
+    fsync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -70,7 +70,7 @@ num_iterations = -1  # >= -1: steps; -1 = derived; 0 = no training: only evaluat
 target_param_data_ratio = 12.0  # > 0 or -1: length of the run, in image tokens per parameter; 24 = twice the images
 total_batch_size = 0  # >= 0: images per step, over all ranks; lr and muon_lr follow it; 0 = derived
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a CUDA GPU, elsewhere up to 64
-lr = 0.0  # >= 0: AdamW's learning rate: of all but the blocks' matrices, which take muon_lr; 0 = by batch and width
+lr = 0.0  # >= 0: AdamW's learning rate, for all but the blocks' matrices (muon_lr); 0 = by batch and width
 flip = False  # mirror half of the images left-right
 eval_every = 250  # >= -1: steps between validation losses, from 0 on; in every cadence 0 = only at the end, -1 = never
 sample_every = 250  # >= -1: steps between grids of samples
@@ -86,7 +86,7 @@ compile = True  # by torch.compile, where that works
 deterministic = False  # bitwise reproducible on CUDA, as always on a CPU; slower
 # The horizon, instead of the ratio or num_iterations
 num_epochs = -1.0  # > 0 or -1: passes over the training images
-target_flops = -1.0  # > 0 or -1: FLOPs of all passes with gradients
+target_flops = -1.0  # > 0 or -1: FLOPs, forward and backward
 # Model
 arch = "dit"  # dit|dit_classic|unet: modern DiT, DiT as published, IDDPM's UNet
 heads = 0  # >= 0: attention heads; 0 = width // 64 in a DiT, at least 4; 4 in a UNet
@@ -131,7 +131,7 @@ muon_lr = 0.0  # >= 0: Muon's learning rate; 0 = derived from the batch
 time_input = "auto"  # auto|1000t|62.5t|t|1-t: how the network sees t; REPA's takes t, SiT's 1-t; auto = 62.5t for
 #                      arch=dit, else 1000t
 # Latents
-autoencoder = ""  # path of a VAE, to encode images on the fly, or of a latent set's, if it was moved
+autoencoder = ""  # path of a VAE to encode images on the fly, or of a latent set's VAE if it was moved
 # Only arch=unet
 dropout = 0.0  # [0, 1): dropout rate
 
@@ -177,7 +177,7 @@ print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.
 # Where it starts: the newest intact checkpoint, else init_from's model, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# `source`: init_from's model. `source_data`: its data; the new take its scale and, with adapters, its class numbers
+# `source`: init_from's model. `source_data`: its data; new data take its scale and, with adapters, its class numbers
 source = source_data = None
 if init_from:
     source, source_data = start.open_source(config, meta, device)
@@ -308,7 +308,7 @@ if process.is_map:
     print0(f"teacher: {source.title}")
     teacher = start.identity(source)
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
-# Each rank keeps the optimizer's state of its share of the parameters, and updates that (ZeRO stage 1)
+# Each rank keeps the optimizer's state of its share of the parameters, and updates only it (ZeRO stage 1)
 several_gpus = world > 1 and device.type == "cuda"
 grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # as sent
 groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
@@ -344,10 +344,10 @@ if fid_every >= 0:
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume
 
-progress = {"train_time_s": 0.0, "wandb_id": None, "log_lines": 0, "running_loss": 0.0}
-passes = (6 if sampler == "ralston" else 2) * sample_steps  # network calls of a guided sample: for the time left
+loop_state = {"train_time_s": 0.0, "wandb_id": None, "log_lines": 0, "running_loss": 0.0}
+passes = {"ralston": 6, "heun": 4}.get(sampler, 2) * sample_steps  # network calls per guided sample: for the time left
 costs = [(eval_every, 2 * eval_images), (sample_every, 64 * passes), (fid_every, fid_images * passes)]
-meter = Meter(process, device, compute_dtype, costs, progress)
+meter = Meter(process, device, compute_dtype, costs, loop_state)
 if checkpoint:
     check_same_data(meta["data"], codec.data, model_tag)
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
@@ -356,12 +356,12 @@ if checkpoint:
     train_state = load_tensors(checkpoint / "train.pt")
     t_distribution.load_state_dict(train_state["timesteps"])
     scaler.lg_loss_scale = train_state["scaler"]["lg_loss_scale"]
-    progress |= meta["loop"]
+    loop_state |= meta["loop"]
     meter.load_state_dict(train_state.get("meter", []))
 
 run_info = dict(config=config, data=codec.data, model=asdict(model_config), num_params=num_params)
 run_info |= dict(num_iterations=num_iterations, flops_per_image=flops_per_image)
-log = RunLog(run, run_dir, device, run_info, step, progress)
+log = RunLog(run, run_dir, device, run_info, step, loop_state)
 report_due = 0.0  # when report.html is next written, by time.monotonic
 evaluated_step = -1  # a step that is repeated is evaluated once
 
@@ -401,7 +401,7 @@ def save():
             "model_config": asdict(model_config),
             "data": codec.data,
             "ema_rates": list(ema.rates),
-            "loop": progress.copy(),
+            "loop": loop_state.copy(),
         }
         if process.is_map:
             new_meta |= {"teacher": teacher["base"], "teacher_sha256": teacher["sha256"]}
@@ -420,7 +420,7 @@ loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, wo
 images, stored_cond = next(loader)  # (B, C, H, W), {"y": labels (B,), other conditions}
 saver = Saver(start_step if checkpoint else -1)
 faults = start_verifying(train_set)  # hashes the set in a thread
-# Randomness. A few numbers an image (flip, t, dropping) come from (seed, s): each rank draws the whole batch's. Large
+# Randomness. A few numbers per image (flip, t, dropping) come from (seed, s): each rank draws the whole batch's. Large
 # tensors, of which a rank draws only its rows, come from (seed, s, stream, block of rows). So ranks and micro-batches
 # change the model only by rounding (and dropout's masks); the same command resumes identically (CUDA: deterministic)
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams
@@ -438,16 +438,16 @@ while True:
     if step > evaluated_step and not stop_signal.is_stopping and (validates or due(fid_every) or due(sample_every)):
         evaluated_step = step
         figures = {}
-        on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
+        val_args = (process, val_set, codec, eval_images, device_batch_size, seed)
         with suppress(Stopped), uncompiled(), autocast:
             # The same images, t and noise each time; no label dropped, no flip: compare val with val
             if validates:
                 raw_model.eval()
-                figures["val/loss"], _ = validation_loss(raw_model, *on_val)
+                figures["val/loss"], _ = validation_loss(raw_model, *val_args)
                 raw_model.train()
             with ema.applied(raw_model):  # and eval mode
                 if validates:
-                    figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)  # averages lag
+                    figures["val/loss_ema"], by_t = validation_loss(raw_model, *val_args)  # averages lag
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
                 if due(fid_every):
                     qualities = measure_samples(raw_model, process, sample_settings, device_batch_size)
@@ -522,7 +522,7 @@ while True:
     overflow = not math.isfinite(grad_norm)
     if overflow and not scaler.can_skip:
         fault = f"step {step}: loss {loss.item() * grad_accum_steps:g}, gradient not finite ({optim.not_finite()})"
-        if not run_uncompiled():
+        if not (compile and run_uncompiled()):
             raise FloatingPointError(f"{fault}; {way_back(run_dir)}")
         print0(f"{fault}: compiled code may be wrong; repeated uncompiled, as is what follows")
         optim.zero_grad()
@@ -557,4 +557,4 @@ while True:
 
 loader.close()
 saver.wait()
-end(log, step, progress["train_time_s"], device, has_checkpoint=saver.step == step)
+end(log, step, loop_state["train_time_s"], device, has_checkpoint=saver.step == step)

@@ -84,8 +84,8 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
             sums[0] += mean.sum((0, 2, 3))
             sums[1] += (mean**2 + std**2).sum((0, 2, 3))
         if second:
-            second_images = torch.from_numpy(cond["given"]).to(device)
-            blocks.append(F.interpolate(to_model_range(second_images), mean.shape[2:], mode="area"))
+            second_images = to_model_range(torch.from_numpy(cond["given"]).to(device))
+            blocks.append(F.interpolate(second_images, mean.shape[2:], mode="area"))
         parts.append(torch.cat(blocks, 1).half().cpu().numpy())
     latents = np.concatenate(parts)
     if not np.isfinite(latents).all():

@@ -73,8 +73,7 @@ while (depth, patch) not in rows:
     print0(table_line(row))
     rows[depth, patch] = row
     # Parameters and the time of an image each grow with about the cube of the depth
-    deepest = int(depth * (row["tokens/parameter"] / WHOLE) ** (1 / 6))
-    depth = min(max(1, deepest), 2 * depth)
+    depth = min(max(1, int(depth * (row["tokens/parameter"] / WHOLE) ** (1 / 6))), 2 * depth)
     if depth < SHALLOW and patch == 0 and tokens % 4 == 0:
         patch = 2 * row["patch"]
 

@@ -125,8 +125,8 @@ def test_errors_of_the_machine_are_one_line_with_advice(capsys):
         (OSError(errno.ENOSPC, "No space left on device", "runs/a"), 2, "runs/a; completed files are intact"),
         (OSError(errno.EISDIR, "Is a directory", "a/.x.tmp", None, "a/x"), 2, "Is a directory: a/x; completed files"),
         (FloatingPointError("step 5: loss\nnan"), 1, "step 5: loss nan"),
-        (torch.OutOfMemoryError("CUDA out of memory"), 1, "a smaller --device_batch_size"),
-        (no_memory.value, 1, "a smaller --device_batch_size"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 1, "lower --device_batch_size"),
+        (no_memory.value, 1, "lower --device_batch_size"),
     ):
         with pytest.raises(SystemExit, match=str(code)):
             excepthook(type(error), error, None)

@@ -174,7 +174,7 @@ def test_names_as_windows_macos_and_webdataset_write_them(tmp_path, kind):
     assert open_dataset("toy").class_names == ["caf\u00e9", "cat"]
     assert "keys" not in out
     assert "caf\u00e9/a.x.png\twords\n" in (tmp_path / "out.tsv").read_text()
-    assert ("1 .png (no file, over 64 MB, or packed" in out) == (kind == "folder")
+    assert ("1 .png (a link or no file, over 64 MB, or packed" in out) == (kind == "folder")
 
 
 def test_what_a_table_leaves_open_is_refused(tmp_path):

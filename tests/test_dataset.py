@@ -138,7 +138,7 @@ def test_one_flipped_bit_or_another_set_is_found_by_verify(monkeypatch):
     replace(path / "val_images_000.npy", last, last[:-1] + bytes([last[-1] ^ 1]))
     refused(r"val_images_000\.npy is damaged", verify, open_dataset("toy"))
     monkeypatch.setattr(dataset, "from_first_rank", lambda splits, what: {"train": {}})
-    refused("rank 0 of 1 has another set 'toy'", dataset.start_verifying, open_dataset("toy"))
+    refused("rank 0 of 1: its set 'toy'", dataset.start_verifying, open_dataset("toy"))
 
 
 def test_a_shard_is_checked_when_it_is_first_used(base):

@@ -87,7 +87,7 @@ def test_a_step_at_an_end_of_the_interval_is_guided(low, high):
 @pytest.mark.parametrize(
     "names",
     [
-        ["1", "2", "3"],
+        ["1", "2", "c"],
         ["a", "2", "b, c"],
     ],
 )
@@ -98,3 +98,9 @@ def test_names_win_over_numbers(names):
     assert parse_classes(f'1,"{names[2]}"', names)[1] == 2
     for wrong in ("7", "-1", "1.5", "9" * 5000, "0,,1"):
         refused("is unknown; there are 3 classes", parse_classes, wrong, names)
+
+
+def test_numbers_of_classes_that_are_numbers_are_their_names():
+    """0 would else be the class 1 of 1, 2, 3, as of Flowers and of EMNIST's letters."""
+    assert parse_classes("2, 10", ["1", "2", "10"]) == [1, 2]
+    refused("'0' is unknown; there are 3 classes; accepted: 1, 2, 10$", parse_classes, "0", ["1", "2", "10"])

@@ -82,6 +82,15 @@ LAYOUTS = {  # files, and what they are
         two("test tubes", "training shoes", val=0),
     ),
     "train alone": (spread("train/cat", "train/dog"), ALONE),
+    "a class called train": (
+        spread(*(f"{s}/{c}" for s in ("train", "test") for c in ("bus", "train"))),
+        two("bus", "train"),
+    ),
+    "train twice, no classes": (spread("train/train", "test/test"), {("", False): 3, ("", True): 3}),
+    "a class called test": (
+        spread(*(f"in/{s}/{c}" for s in ("train", "test") for c in ("bus", "test"))),
+        two("bus", "test"),
+    ),
 }
 ASKED = {  # files, and what the line names
     "patients": (
@@ -347,6 +356,14 @@ def test_arrays_keep_a_training_image_of_each_class(tmp_path):
     counts = read(tmp_path / "a.npz", "npz", val_fraction=0.9)
     for label in range(4):
         assert counts[str(label), False] == 1
+
+
+def test_one_image_is_held_out_if_a_class_can_spare_it(tmp_path):
+    labels = np.array([0, 1] + 8 * [2])
+    np.savez(tmp_path / "a.npz", arr_0=np.zeros((10, 8, 8, 3), np.uint8), labels=labels)
+    for seed in range(9):
+        counts = read(tmp_path / "a.npz", "npz", val_fraction=0.05, seed=seed)
+        assert counts == {("0", False): 1, ("1", False): 1, ("2", False): 7, ("2", True): 1}
 
 
 def test_backslashes_part_folders_only_where_no_slash_does(tmp_path):

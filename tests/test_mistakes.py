@@ -112,7 +112,7 @@ MISTAKES = [
     (("report", "empty"), "empty/config.json"),
     # adapters
     ((*LORA, "--init_from="), "lora_rank=2 needs --init_from"),
-    ((*LORA, "--autoencoder=vae"), "autoencoder='vae' would do nothing: init_from's model takes images"),
+    ((*LORA, "--autoencoder=vae"), "the data have resolution 4, the model wants 16"),
     ((*LORA, "--data=large"), "the data have resolution 32, the model wants 16"),
     ((*LORA, "--t_range=0.8,0.5"), "t_range='0.8,0.5'; accepted: two numbers"),
     ((*LORA, "--trainable=final"), "trainable='final' with lora_rank"),

@@ -37,7 +37,7 @@ def make_codec(
         keys = SET_KEYS if source_data.given_channels else SET_KEYS + GIVEN
         changes = {key: getattr(data, key) for key in keys}
         data = replace(source_data, **changes)
-    if data.kind == "latents" or (autoencoder and not source_data):
+    if data.kind == "latents" or autoencoder:
         from nanodiff.data.latents import latents_of  # a lazy import: pixels need no autoencoder
 
         info = data.latents or latents
@@ -47,9 +47,7 @@ def make_codec(
             info["scale"] = info.pop("std")
         if not latents:
             unit = info["downsample"]
-            sizes = []
-            for height, width, number in data.sizes or ():
-                sizes.append([height // unit, width // unit, number])
+            sizes = [[height // unit, width // unit, number] for height, width, number in data.sizes or ()]
             data = replace(data, resolution=data.resolution // unit, sizes=sizes or None)
         data = replace(data, kind="latents", channels=len(info["offset"]), latents=info)
     # A model that keeps its classes has learned them from other images
@@ -79,10 +77,8 @@ def load_codec(data: DataInfo, device, autoencoder: str = "") -> Pixels:
 
 def check_same_data(old: DataInfo, new: DataInfo, model_tag: str) -> None:
     """Raise UserError if a run would resume with data other than its checkpoint's; their location may differ."""
-    differences = []
-    for key, value in vars(new).items():
-        if key not in ("name", "latents", "val_sha256") and value != getattr(old, key):
-            differences.append(key)
+    compared = vars(new).keys() - {"name", "latents", "val_sha256"}
+    differences = sorted(key for key in compared if getattr(new, key) != getattr(old, key))
     old_latents = old.latents or {}
     new_latents = new.latents or {}
     for key in ("sha256", "offset", "scale"):

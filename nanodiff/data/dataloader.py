@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanodiff.common import Tensors
 
-AHEAD = 4  # batches that the thread reads ahead
+AHEAD = 4  # micro-batches that the thread reads ahead
 ROUNDS = 8  # of shuffled(); with 3 or more, positions and pairs are as frequent as in random orders
 
 
@@ -118,8 +118,7 @@ class DataLoader:
         After e epochs a bucket of n images has filled e*n // total_batch_size batches; images left over wait for the
         next epoch. The order of an epoch's batches is a function of (seed, epoch).
         """
-        counts = [len(bucket) for bucket in self.dataset.buckets.values()]
-        counts = np.array(counts)
+        counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
 
         def batches(epochs):
             return epochs * counts // self.total_batch_size

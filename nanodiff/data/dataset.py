@@ -7,7 +7,7 @@ $NANODIFF_BASE_DIR/data/<name>/
     train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if there are none
     val_images_000.npy ...     the held-out split, if there is one
     meta.json                  what the set is, the size and SHA-256 of each file, the hash of all this; written last
-    plan.json                  by what settings it was made, from what files; for prepare_data alone
+    plan.json                  the settings and files it was made from; for prepare_data alone
 
 A set in aspect buckets has shards of several sizes (meta.json: the size of each non-square one), bucket by bucket;
 `resolution` is then the side of a square of about the same area.
@@ -28,7 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import Batches, Settings, UserError, at, base_dir, get_dist, in_batches, nearest, print0
+from configurator import nearest
+from nanodiff.common import Batches, Settings, UserError, at, base_dir, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, NUMBERS, DataInfo, statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.dist import from_first_rank
@@ -116,10 +117,7 @@ class Dataset:
 
     def _info(self) -> DataInfo:
         meta = self.meta
-        values = {}
-        for field in fields(DataInfo):
-            if field.name in meta:
-                values[field.name] = meta[field.name]
+        values = {field.name: meta[field.name] for field in fields(DataInfo) if field.name in meta}
         for name, (dim, length) in NUMBERS.items():
             if name in meta:
                 numbers = dict(meta[name])
@@ -138,10 +136,9 @@ class Dataset:
 
     def _open_shard(self, k: int) -> np.ndarray:
         entry = self._shards[k]
-        size = entry.get("size", self._square)
         file = self.path / entry["file"]
         channels = self.channels + self.data.given_channels
-        shard = open_npy(file, entry["num_images"], channels, *size)
+        shard = open_npy(file, entry["num_images"], channels, *entry.get("size", self._square))
         self.check_unchanged(file)
         return shard
 
@@ -198,8 +195,7 @@ class Dataset:
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
         dataset = copy.copy(self)
-        labels = np.array(numbers)[self._rows["y"]]
-        dataset._rows = self._rows | {"y": labels}
+        dataset._rows = self._rows | {"y": np.array(numbers)[self._rows["y"]]}
         return dataset
 
     def seen_by(self, model_names: list[str]) -> "Dataset":
@@ -260,9 +256,8 @@ def open_dataset(
         make_shapes(name)
     if not is_set(path):
         names = [file.parent.name for file in data_dir().glob("[!.]*/meta.json")]
-        neighbours = nearest(name, names)
         raise UserError(
-            f"no data set {name!r}; nearest in {data_dir()}: {neighbours}; "
+            f"no data set {name!r}; nearest in {data_dir()}: {nearest(name, names)}; "
             f"drawn on first use: {', '.join(SHAPES)}; "
             "prepare another with `python -m scripts.prepare_data --path=... --name=...`, "
             "cifar10 with --source=cifar10 --name=cifar10"
@@ -334,7 +329,7 @@ def start_verifying(dataset: Dataset) -> list[Exception]:
     splits = dataset.meta["splits"]
     if from_first_rank(splits, "the hashes of the data") != splits:
         rank, _, world = get_dist()
-        raise UserError(f"rank {rank} of {world} has another set {dataset.name!r}, in {dataset.path}, than rank 0")
+        raise UserError(f"rank {rank} of {world}: its set {dataset.name!r}, in {dataset.path}, differs from rank 0's")
 
     def work():
         try:

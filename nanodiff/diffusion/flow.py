@@ -14,7 +14,7 @@ from nanodiff.common import Tensors
 from nanodiff.conditions import null_condition
 
 # How a network sees t
-TIMES = {
+TIME_INPUTS = {
     "1000t": lambda t: 1000.0 * t,  # the range that timestep_embedding is made for
     # waves 16 times slower: nearby t look alike, so rarely trained t learn from the others
     "62.5t": lambda t: 62.5 * t,
@@ -61,7 +61,7 @@ def ralston_step(velocity, x, t, t_next):
 
 
 def ralston(velocity, x, t, t_next, generator):
-    """Third order, three evaluations per step; the last step, from t = 0.055, is Euler's.
+    """Third order, three evaluations per step; the last step, from t = 0.055 or less, is Euler's.
 
     Few training images have a smaller t, so the velocity is noisy there. Euler's step is the posterior mean.
     """
@@ -106,7 +106,7 @@ class FlowMatching:
     prediction: str = "v"
     cfg_scale: float = 1.0
     cfg_interval: tuple[float, float] = (0.0, 1.0)
-    time_input: str = "1000t"  # one of TIMES
+    time_input: str = "1000t"  # one of TIME_INPUTS
     # Only objective=flow|flow_x0
     guided_from: float = 1.0  # [0, 1]: fraction of the run after which the model itself learns cfg_scale's guidance in
     #                           cfg_interval, so that samples need none and cost half; 1 = never.
@@ -132,7 +132,7 @@ class FlowMatching:
 
     def velocity(self, model, x_t, t, **cond):
         """v (N, C, H, W) fp32 at x_t and t (N,) in [0, 1]."""
-        out = model(x_t, TIMES[self.time_input](t), **cond).float()
+        out = model(x_t, TIME_INPUTS[self.time_input](t), **cond).float()
         if self.prediction == "v":
             return out
         return (x_t - out) / per_image(t).clamp(min=MIN_T)
@@ -153,7 +153,7 @@ class FlowMatching:
         From `guided_from` of the run on, the model learns its own classifier-free guidance of scale w (GFT, Chen et al.
         2025, arXiv:2501.15420; Tang et al. 2025, arXiv:2502.12154). With sg = no gradient, the target becomes
             noise - x0 + (1 - 1/w) sg[v(x_t, t, y) - v(x_t, t, null)],
-        which is solved by v(x_t, t, y) = null + w (class - null), with the null and class velocities of plain training.
+        whose solution is v(x_t, t, y) = null + w (class - null), with the null and class velocities of plain training.
         The bracket is 0 where the label is dropped.
         """
         x_t = self.noised(x0, per_image(t), noise)
@@ -176,14 +176,14 @@ class FlowMatching:
         steps: int,
         sampler="ralston",
         generator=torch,
-        progress=None,
+        on_step=None,
         eta=0.0,
         start_image=None,
     ):
         """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps, uniform before the shift.
         `denoiser`: see make_denoiser.
 
-        Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is ignored: it is DDIM's. `start_image`
+        Step i = 1 ... steps calls on_step(i, steps, predicted x0). eta is ignored: it is DDIM's. `start_image`
         (draw.py's StartImages): an image to start from at a later step, and the part to restore after each step.
         """
 
@@ -204,6 +204,6 @@ class FlowMatching:
             x, x0 = self.samplers[sampler](velocity, x, t, t_next, generator)
             if start_image:
                 x = torch.where(start_image.is_kept(i, steps), self.noised(start_image.x0, t_next, noise), x)
-            if progress:
-                progress(i, steps, x0)
+            if on_step:
+                on_step(i, steps, x0)
         return x

@@ -355,11 +355,11 @@ class GaussianDiffusion:
             noise = generator.randn_like(x0)
             x_t = self.q_sample(x0, t, noise)
             p = self.denoise(model, x_t, t, **cond)
-            _, _, x0_found = p
-            eps_found = self.eps_from_x0(x_t, t, x0_found)
+            _, _, x0_pred = p
+            eps_pred = self.eps_from_x0(x_t, t, x0_pred)
             vb = self.vb_term(p, x0, x_t, t)
-            xstart_mse = mean_flat((x0_found - x0) ** 2)
-            mse = mean_flat((eps_found - noise) ** 2)
+            xstart_mse = mean_flat((x0_pred - x0) ** 2)
+            mse = mean_flat((eps_pred - noise) ** 2)
             terms.append(torch.stack([vb, xstart_mse, mse]))
         vb, xstart_mse, mse = torch.stack(terms, dim=2)
         last = self.coefficients(full(x0, T - 1))
@@ -382,13 +382,13 @@ class GaussianDiffusion:
         steps: int | str = "",
         sampler="ddpm",
         generator=torch,
-        progress=None,
+        on_step=None,
         eta=0.0,
         start_image=None,
     ):
         """Images (N, C, H, W) from x_T = noise. `denoiser`: see make_denoiser.
 
-        `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0). `start_image`
+        `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls on_step(i, steps, predicted x0). `start_image`
         (draw.py's StartImages): an image to start from at a later step, and the part to restore after each step.
         """
         process = self.respaced(steps)
@@ -406,6 +406,6 @@ class GaussianDiffusion:
             if start_image:
                 is_kept = start_image.is_kept(T - i, T)
                 x_t = torch.where(is_kept, process.noised(start_image.x0, i - 1, noise), x_t)
-            if progress:
-                progress(T - i, T, x0)
+            if on_step:
+                on_step(T - i, T, x0)
         return x_t

@@ -13,7 +13,7 @@ def make_denoiser(model, cond: Tensors, settings):
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
     pass of twice the batch, where t is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724). It guides the
-    first cfg_channels of the prediction; 0 = as many as x_t has, so without a learned variance.
+    first cfg_channels of the prediction; 0 = x_t's channels, so no learned variance.
     """
     cfg_scale = settings.cfg_scale
     if cfg_scale != 1:

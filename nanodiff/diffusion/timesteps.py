@@ -1,7 +1,7 @@
 """Distributions of t in training.
 
 t, weight = timesteps.sample(u)  # (N,) each, for u (N,) uniform in [0, 1): t and the weight of each image's loss
-timesteps.record(t, losses)  # unweighted losses (N,); called by every rank with the same N; may wait for the GPU
+timesteps.record(t, losses)  # of all micro-steps, (M, B), losses unweighted; a collective; may wait for the GPU
 
 To add a distribution, write a function of u and the process, and enter it in the table for its kind of process.
 """

@@ -83,8 +83,7 @@ def merge(
             tensors[weight] = tensors[weight].add(delta, alpha=alpha)
         elif name.endswith(ROWS):
             weight = name.removesuffix(ROWS) + ".weight"
-            num_rows = len(tensors[weight]) + len(names) - len(base_names)
-            table = class_rows(tensors[weight], base_names, names, num_rows)
+            table = class_rows(tensors[weight], base_names, names, len(tensors[weight]) + len(names) - len(base_names))
             rows = [names.index(class_name) for class_name in lora["classes"]]
             table[rows] += scale * (x - table[rows])
             tensors[weight] = table

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from configurator import check, read_settings
-from nanodiff.common import Settings, Tensors, UserError, base_dir, nearest, print0
+from configurator import check, nearest, read_settings
+from nanodiff.common import Settings, Tensors, UserError, base_dir, print0
 from nanodiff.conditions import DataInfo, droppable
 from nanodiff.diffusion.process import make_process, why_unguided
 from nanodiff.files import reading, sha256_of
@@ -162,14 +162,14 @@ def find(name, **run_options):
         file = folder / name
         if file.is_file():
             path = file
-    of_file = path.is_file()
+    is_file = path.is_file()
     for key in options:
-        if (key in ("step", "ema")) == of_file:
+        if (key in ("step", "ema")) == is_file:
             raise UserError(
                 f"{key}={options[key]} is no option of {path}, a "
-                f"{'file' if of_file else 'run; name the file of weights, if it is none'}"
+                f"{'file' if is_file else 'run; name the file of weights, if it is none'}"
             )
-    if of_file:
+    if is_file:
         return path, options
     return find_weights(path, **options), {}
 

@@ -115,8 +115,8 @@ def start_from(
             x = weights[name]
             if x.shape != state[name].shape:
                 new.append(name)
-            more = state[name][:, x.shape[1] :]  # none, if both have a second image or neither
-            zeros = x.new_zeros(more.shape)
+            extra = state[name][:, x.shape[1] :]  # none, if both have a second image or neither
+            zeros = x.new_zeros(extra.shape)
             weights[name] = torch.cat([x, zeros], dim=1)
     note = ""
     base_names = base.class_names
@@ -133,8 +133,7 @@ def start_from(
         if base_names:
             if same_order(class_names, base_names):
                 base_names = class_names
-            num_rows = len(state[name])
-            weights[name] = class_rows(table, base_names, class_names, num_rows)
+            weights[name] = class_rows(table, base_names, class_names, len(state[name]))
             note = f"; it knows {len({*base_names} & {*class_names})} of {len(class_names)} classes"
         if {*class_names} - {*base_names}:
             new.append(name)
@@ -205,12 +204,10 @@ def check_shape(model, base: Loaded) -> None:
         ratio = model.config.image_size / base_config.image_size
         resolutions = [round(res * ratio) for res in base_config.attention_resolutions]
         base_settings["attention_resolutions"] = ",".join(map(str, resolutions))
-    differing = []
-    for key, value in base_settings.items():
-        if key not in NO_SHAPE and value != new_settings.get(key):
-            differing.append(f"--{key}={value}")
+    differing = [key for key in base_settings.keys() - NO_SHAPE if base_settings[key] != new_settings.get(key)]
     if differing:
-        raise UserError(f"init_from: {base.source} has another shape; to start from it: {' '.join(differing)}")
+        shape = " ".join(f"--{key}={base_settings[key]}" for key in sorted(differing))
+        raise UserError(f"init_from: {base.source} has another shape; to start from it: {shape}")
 
 
 def train_only(model: torch.nn.Module, patterns: str, new: list[str]) -> None:

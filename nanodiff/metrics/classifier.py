@@ -93,9 +93,8 @@ class Residual(nn.Module):
 
 
 def conv_bn_relu(n_in: int, n_out: int, stride: int = 1) -> nn.Sequential:
-    conv = nn.Conv2d(n_in, n_out, 3, stride, padding=1, bias=False)
     return nn.Sequential(
-        conv,
+        nn.Conv2d(n_in, n_out, 3, stride, padding=1, bias=False),
         nn.BatchNorm2d(n_out),
         nn.ReLU(inplace=True),
     )

@@ -90,12 +90,12 @@ class Checked:
             p.data.normal_(std=0.1, generator=g)
         torch.clear_autocast_cache()  # copies of the weights
         try:
-            found = results(self.model(x_t, t, **cond)[ends], weights)
+            actual = results(self.model(x_t, t, **cond)[ends], weights)
             expected = eager()
         finally:
             for p in zeros:
                 p.data.zero_()
             torch.clear_autocast_cache()
-        errors = torch.stack(torch._foreach_norm(torch._foreach_sub(found, expected)))
+        errors = torch.stack(torch._foreach_norm(torch._foreach_sub(actual, expected)))
         norms = torch.stack(torch._foreach_norm(expected))
         return float((errors / norms.clamp_min(norms.mean() / 100)).max())

@@ -60,13 +60,13 @@ class DiTConfig(Conditioned):
     ):
         """The one dial: width = 64 * depth, a head per 64 of width but at least 4, about 256 tokens. Depth 12 is DiT-B.
 
-        Sizes of 0 are chosen here. patch_size is image_size // 16, at least 2: 2 at 32 px, 4 at 64, 16 at 256; if that
-        does not divide image_size, the divisor nearest to 16 tokens per side.
+        If image_size // 16 does not divide image_size, the patch is the divisor nearest to 16 tokens per side that
+        leaves 8 or more.
         """
         if not patch_size:
             patch_size = max(2, image_size // 16)
             if image_size % patch_size:
-                divisors = [p for p in range(1, image_size + 1) if image_size % p == 0]
+                divisors = [p for p in range(1, max(2, image_size // 8 + 1)) if image_size % p == 0]
                 patch_size = min(divisors, key=lambda p: abs(math.log(image_size / p / 16)))
         width = width or 64 * depth
         heads = heads or max(4, width // 64)

@@ -1,4 +1,4 @@
-"""fp8 for the four linear layers of a DiT's blocks, in training alone: forward in e4m3 x e4m3, gradients of inputs in
+"""fp8 for the four linear layers of a DiT's blocks, only in training: forward in e4m3 x e4m3, gradients of inputs in
 e5m2 x e4m3, gradients of weights in bf16 (Micikevicius et al. 2022, arXiv:2209.05433).
 
 Each tensor has one scale. A weight's scale is measured at every step. Those of inputs and gradients are measured by

@@ -44,7 +44,7 @@ class UNetConfig(Conditioned):
     def __post_init__(self):
         if self.vector_len:
             raise UserError(
-                "arch=unet takes one vector an image, and the data hold sequences; accepted: dit, dit_classic"
+                "arch=unet takes one vector per image, but the data hold sequences; accepted: dit, dit_classic"
             )
         if self.image_size < 1 or self.image_size % self.side_unit:
             raise UserError(
@@ -156,7 +156,7 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over all positions and a skip. Under channels_last the reshapes copy nothing."""
+    """Self-attention over all positions, and a skip."""
 
     def __init__(self, channels: int, num_heads: int):
         super().__init__()

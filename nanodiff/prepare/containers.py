@@ -18,7 +18,7 @@ SUFFIXES = tuple(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm".split())
 TAR_SUFFIXES = tuple(".tar .tar.gz .tgz .tar.bz2 .tbz2 .tar.xz .txz".split())
 MAX_BYTES = 2**26  # per file in an archive: a zip of 11 MB may hold 2.5 GB of zeros
 # Added to a name, so that it ends like no image's and is ignored
-NO_FILE = " (no file, over 64 MB, or packed by bzip2 or LZMA)"
+NO_FILE = " (a link or no file, over 64 MB, or packed by bzip2 or LZMA)"
 
 
 def cleaned(name: str) -> str:

@@ -157,9 +157,7 @@ def read_beside(name: str, payload: str | bytes, options) -> dict:
     text = text_of(payload, name)
     with reading(name):
         row = {column: text} if column else json.loads(text)
-    if isinstance(row, dict) and any(class_and_caption(row, options, set())):
-        return row
-    return {}
+    return row if isinstance(row, dict) and any(class_and_caption(row, options, set())) else {}
 
 
 def samples(streams: list, table: dict, options, extras: Counter, unreadable: set, suffixes: tuple) -> Iterator[tuple]:
@@ -232,14 +230,14 @@ class Place:
 
 def val_mask(classes: Sequence[int], val_fraction: float, seed: int) -> np.ndarray:
     """(N,) bool: which images, of these classes, are held out; at least one unless val_fraction is 0 or each is the
-    last training image of its class."""
+    only image of its class."""
     num = len(classes)
     mask = np.zeros(num, bool)
     if val_fraction > 0:
         order = np.random.default_rng([seed, num]).permutation(num)
-        mask[order[: max(round(num * val_fraction), 1)]] = True
         _, last = np.unique(np.take(classes, order)[::-1], return_index=True)
-        mask[order[::-1][last]] = False  # so that each class has a training image
+        order = np.delete(order, num - 1 - last)  # so that each class has a training image
+        mask[order[: max(round(num * val_fraction), 1)]] = True
     return mask
 
 
@@ -264,8 +262,9 @@ def find_splits(places: list[Place]) -> None:
         if val and "train" in splits:
             for place, name, split in zip(places, names, splits):
                 place.split = {"train": "train", val: "val"}.get(split)
-                outside = {name, *shared}  # name: as seg_train/seg_train/a
-                place.path = tuple(folder for folder in place.path if folder not in outside)
+                path = list(place.path)
+                path.remove(name)  # not all: a class may be called train
+                place.path = tuple(folder for folder in path if folder not in shared)
             break
         if len({*names}) == 1:
             shared.update(names)
@@ -313,8 +312,8 @@ def classify(places: list[Place], labels: str, row: str | None = None) -> list[s
         labels = "none"
         if row is not None:
             print0("unlabelled, as the table has no classes (--labels=folder takes the folders')")
-        elif {name for place in places for name in place.path} - {"", "images"}:  # YOLO's train/images is no class
-            labels = "folder"
+        elif {name for place in places for name in place.path if not split_of(name)} - {"", "images"}:
+            labels = "folder"  # unlike YOLO's train/images and train/train
     if labels == "none":
         return []
     if labels.startswith("folder"):

@@ -16,7 +16,7 @@ import numpy as np
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import MAX_SHARD_BYTES, check_file, write_npy
-from nanodiff.files import fsync_dir, read_json, write_json
+from nanodiff.files import fsync, read_json, write_json
 from nanodiff.prepare.decode import Item, decode_items
 from nanodiff.prepare.sources import Source
 
@@ -28,7 +28,7 @@ def images_per_part(num_images: int, image_bytes: int) -> int:
 
 def write_note(file: Path, note: dict) -> None:
     """Call when the part's files are written."""
-    fsync_dir(file.parents[1])  # shards must precede their notes
+    fsync(file.parents[1])  # shards must precede their notes
     write_json(file, note)
 
 

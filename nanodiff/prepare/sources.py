@@ -338,8 +338,9 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
         protocol = str(file.get("protocol", ""))
         if unused := {*file} - {"arr_0", "labels", "arr_1", "protocol"}:
             print0(f"note: {path}: {', '.join(sorted(unused))} ignored; classes are in labels or arr_1")
-    is_picture = images.ndim == 3 and images.shape[2] < 5 <= images.shape[1]  # one, (H, W, C)
-    is_channels_first = images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]
+    height, width, channels = (*images.shape, 0, 0, 0, 0)[1:4]
+    is_picture = images.ndim == 3 and width < 5 <= height  # one, (H, W, C)
+    is_channels_first = images.ndim == 4 and (height < 5 <= channels or height < width == channels)
     is_odd = is_picture or is_channels_first or images.ndim not in (3, 4)
     if is_odd or images.dtype.kind not in "uif" or not images.size:
         raise UserError(

@@ -209,9 +209,7 @@ class ModelSamples:
     def columns(self) -> int:
         """Columns of a grid: one per class if samples take 4 to 10 classes in turn, else 8."""
         n = len(self.turns.labels)
-        if 4 <= n <= 10 and not self.is_mixed:
-            return n
-        return 8
+        return n if 4 <= n <= 10 and not self.is_mixed else 8
 
     def network_evaluations(self) -> int:
         """Forward passes per image, counted on a dummy model."""
@@ -279,7 +277,7 @@ class ModelSamples:
         return in_batches(ids, batch_size)
 
     def sample(self, noise, cond: Tensors, **more) -> Tensor:
-        """x0 (N, C, H, W) from noise; `more`: generator, progress and start_image for process.sample."""
+        """x0 (N, C, H, W) from noise; `more`: generator, on_step and start_image for process.sample."""
         settings = self.settings
         denoiser = make_denoiser(self.model, cond, settings)
         return self.process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta, **more)
@@ -302,7 +300,7 @@ class ModelSamples:
             start = replace(start, x0=x0, mask=start.mask.to(device))
         generator = StackedGenerator(ids, self.seed)
         noise = generator.randn((len(ids), *shape), device)
-        x0 = self.sample(noise, cond, generator=generator, progress=on_step, start_image=start)
+        x0 = self.sample(noise, cond, generator=generator, on_step=on_step, start_image=start)
         self.not_finite += int((~x0.isfinite().flatten(1).all(1)).sum())
         return x0
 

@@ -18,17 +18,18 @@ from nanodiff.sampling.inputs import READERS, open_inputs, read_from_images, sta
 
 
 def parse_classes(classes: str, class_names: list[str]) -> list[int] | None:
-    """Class numbers of comma-separated names or numbers, such as "ring,3"; None for "". A name wins over a number."""
-    numbers = {str(number): number for number in range(len(class_names))}
-    numbers |= {name: number for number, name in enumerate(class_names)}
+    """Class numbers of comma-separated names or numbers, such as "ring,3"; None for "". A name wins over a number; of
+    classes called 1, 2, ..., numbers are names alone."""
+    numbers = {name: number for number, name in enumerate(class_names)}
+    if not all(map(str.isdecimal, class_names)):
+        for number in range(len(class_names)):
+            numbers.setdefault(str(number), number)
     result = []
     for text in next(csv.reader([classes], skipinitialspace=True), ()):
-        number = numbers.get(text)
-        if number is None:
-            names = ", ".join(class_names)[:200]
-            has = f"{len(class_names)} classes; accepted: {names}, or numbers from 0" if names else "no classes"
+        if text not in numbers:
+            has = f"{len(class_names)} classes; accepted: {', '.join(numbers)[:200]}" if numbers else "no classes"
             raise UserError(f"classes: {text!r} is unknown; there are {has}")
-        result.append(number)
+        result.append(numbers[text])
     return result or None
 
 
@@ -109,7 +110,7 @@ def as_file(value, path: Path) -> str:
 
 
 def sample(loaded, classes=(), num_images: int = 16, **overrides) -> np.ndarray:
-    """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
+    """Images (N, H, W, C) as scripts/sample.py draws them, but square without `size`; uint8, or as the data's arrays.
 
     `overrides`: see settings.py. Instead of files, from_images, mask and the conditions may be arrays: (n, H, W, C),
     (H, W), (n, D). Images may be a tuple (images, class numbers). Other settings may be tuples and numbers:

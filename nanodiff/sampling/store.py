@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import Batches, UserError
-from nanodiff.files import fsync_dir, lock_file, reading, writing
+from nanodiff.files import fsync, lock_file, reading, writing
 from nanodiff.prepare.sources import open_arrays
 
 
@@ -79,6 +79,6 @@ class SampleStore:
 
     def close(self) -> None:
         """Remove the parts; call it once `output` is there."""
-        fsync_dir(self.output.parent)
+        fsync(self.output.parent)
         shutil.rmtree(self.folder)
         self.lock.close()

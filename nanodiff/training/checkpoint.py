@@ -25,7 +25,7 @@ from nanodiff.conditions import DataInfo
 from nanodiff.device import free_host_memory
 from nanodiff.dist import collective, from_first_rank, wait_for_first_rank
 from nanodiff.files import (
-    fsync_dir,
+    fsync,
     lock_file,
     publish_folder,
     read_json,
@@ -78,7 +78,7 @@ def save_checkpoint(
         write_json(temporary / "meta.json", meta, manifest)
         write_json(temporary / "manifest.json", manifest)
         with contextlib.suppress(FileNotFoundError):
-            fsync_dir(run_dir / "metrics.jsonl")  # a checkpoint's log lines are on the disk before it
+            fsync(run_dir / "metrics.jsonl")  # a checkpoint's log lines are on the disk before it
         publish_folder(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -37,7 +37,7 @@ class Meter:
     device: torch.device
     dtype: torch.dtype  # of products
     costs: list  # of evaluations, for the time left: (steps between them, images that pass forward)
-    progress: dict  # the counters that a resume restores
+    loop_state: dict  # counters that a resume restores
 
     peak = 0.0  # FLOP/s of one device; known at the first line
 
@@ -100,7 +100,7 @@ class Meter:
         if log_now or is_first:
             synchronize(self.device)
         seconds = time.perf_counter() - self.step_start
-        self.progress["train_time_s"] += seconds
+        self.loop_state["train_time_s"] += seconds
         if self.bar:
             self.bar.__exit__()
         if is_first:
@@ -127,7 +127,7 @@ class Meter:
             "step": step,
             "images_seen": step * total_batch_size,
             "total_training_flops": step * total_batch_size * flops_per_image,
-            "total_training_time_s": self.progress["train_time_s"],
+            "total_training_time_s": self.loop_state["train_time_s"],
             "train/dt_ms": 1000 * dt_s,
             "train/data_ms": 1000 * self.data_seconds / self.steps,
             "train/images_per_sec": img_per_sec,
@@ -136,10 +136,10 @@ class Meter:
         }
         line |= self.mean_losses()
         if math.isfinite(line["train/loss"]):
-            self.progress["log_lines"] += 1
-            self.progress["running_loss"] += 0.1 * (line["train/loss"] - self.progress["running_loss"])
+            self.loop_state["log_lines"] += 1
+            self.loop_state["running_loss"] += 0.1 * (line["train/loss"] - self.loop_state["running_loss"])
         # As nanochat's: a running mean over about ten lines, corrected for its start at 0
-        line["train/loss_smooth"] = self.progress["running_loss"] / (1 - 0.9 ** max(self.progress["log_lines"], 1))
+        line["train/loss_smooth"] = self.loop_state["running_loss"] / (1 - 0.9 ** max(self.loop_state["log_lines"], 1))
         self.restart()
         return line
 
@@ -207,14 +207,14 @@ def record(path: Path, run_info: dict, step: int) -> None:
 class RunLog:
     """Writes config.json, metrics.jsonl and samples/ from rank 0, and the same to wandb unless run="dummy".
 
-    `run_info` goes into config.json, with the machine and the defaults of the changed settings. `progress` keeps
+    `run_info` goes into config.json, with the machine and the defaults of the changed settings. `loop_state` keeps
     wandb's id of the run for a resume.
     """
 
     file = None  # metrics.jsonl
     wandb = None  # its run
 
-    def __init__(self, run: str, run_dir: Path, device, run_info: dict, step: int, progress: dict):
+    def __init__(self, run: str, run_dir: Path, device, run_info: dict, step: int, loop_state: dict):
         self.run_dir = run_dir
         if not is_first_rank():
             return
@@ -224,12 +224,12 @@ class RunLog:
         run_info = run_info | {"changed_from": changes, "environment": environment(device)}
         record(run_dir / "config.json", run_info, step)
         if config["resume"].isdigit() and go_back(run_dir, step):
-            progress["wandb_id"] = None  # a new run there: wandb drops lines of steps that it has
+            loop_state["wandb_id"] = None  # a new run there: wandb drops lines of steps that it has
         trim_metrics(run_dir / "metrics.jsonl", step)
         self.file = open(run_dir / "metrics.jsonl", "a")
         if run != "dummy":
-            self.wandb = open_wandb(run, run_dir, config, progress["wandb_id"])
-            progress["wandb_id"] = self.wandb.id
+            self.wandb = open_wandb(run, run_dir, config, loop_state["wandb_id"])
+            loop_state["wandb_id"] = self.wandb.id
 
     def metrics(self, line: dict) -> None:
         """Log one JSON object of numbers to metrics.jsonl and wandb, without NaN and infinity."""

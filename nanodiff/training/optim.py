@@ -107,6 +107,8 @@ class AdamW:
     def update(self, group: dict, step: int, finite, *tensors) -> None:
         """Update weights of any shape, exp_avg and exp_avg_sq by gradients, at step 1, 2, ... if `finite`. `tensors`:
         weights, gradients, exp_avg, exp_avg_sq."""
+        if finite.device.type == "mps" and not finite:  # whose kernel ignores found_inf
+            return
         past_steps = torch.full((), step - 1.0, device=finite.device)  # fp32; the kernel adds 1
         adamw(
             *([x] for x in tensors),

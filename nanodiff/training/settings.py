@@ -52,7 +52,7 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
         raise UserError(f"{tag} was trained with other settings: {', '.join(rates)}; give {hint}")
     step = meta["step"]
     if learns_guidance(meta["config"], step) > learns_guidance(config, step):
-        raise UserError(f"{tag} has learned guidance by step {step}; accepted: a guided_from that begins before")
+        raise UserError(f"{tag} has learned guidance by step {step}; accepted: an earlier guided_from")
     if 0 < config["num_iterations"] < step:
         raise UserError(
             f"num_iterations={config['num_iterations']}: {checkpoint} is at step {step}; accepted: {step} or more, or 0"

@@ -15,8 +15,8 @@ from nanodiff.training.log import quartile_sums
 
 
 def gather_sums(sums_of, val_set, num_images: int, batch_size: int, label: str) -> list:
-    """On the first rank, [sums_of(indices)] of `num_images` spread over a set, in batches of at most 1/world of them:
-    every rank gets some."""
+    """On the first rank, [sums_of(indices)] for `num_images` spread over a set, in batches of at most 1/world of them,
+    to share the work."""
     share = math.ceil(num_images / get_dist()[2])
     batches = val_set.batches(val_set.spread(num_images), min(batch_size, share))
     return gather_batches(sums_of, batches, label)
