@@ -1,7 +1,7 @@
 """
 Evaluate a trained model, or images in a file or a folder.
 
-    python -m scripts.base_eval --metric=loss               # validation loss of the averaged weights, by quarter of t
+    python -m scripts.base_eval --metric=loss               # validation loss of the averaged weights, by t
     python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion; by timestep in the file
     python -m scripts.base_eval --metric=class_accuracy     # do samples show the class they were asked for?
     python -m scripts.base_eval --metric=well_formed        # are samples drawn as well as real shapes? embedded sets
@@ -263,15 +263,16 @@ for row in result.get("rows", [result]):
     for key, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
-    title = ""
-    if "rows" in result:
-        title = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row)
-    print0(title + in_line(row))
+    title = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): " if "rows" in result else ""
+    print0(title.format(**row) + in_line(row))
 if real := result.get("real_images"):
     print0(f"{real['num_images']:,} real images: {in_line(real)}")
-words = [run.title if run else source, in_words(result), f"{num_images:,} images"]
-if "reference" in result:
-    words.append(f"against {result['reference']}")
+words = [
+    run.title if run else source,
+    in_words(result),
+    f"{num_images:,} images",
+    f"against {result['reference']}" if "reference" in result else "",
+]
 print0(", ".join(filter(None, words)))
 if num_images < config["num_images"]:
     print0(f"num_images={config['num_images']:,}: there are only {num_images:,}")

@@ -54,7 +54,7 @@ lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .sa
 lora_scale = 1.0  # strength of the adapters
 device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 # Output
-npz = False  # also write arr_0 (N, H, W, C) uint8, labels and protocol
+npz = False  # also write arr_0 (N, H, W, C), labels and protocol
 out = ""  # path of the output, without suffix; "" = named by changed settings, in samples/ of the run's folder or, for
 #           a file, of $NANODIFF_BASE_DIR
 MODULES = ("sampling/settings",)  # with the settings of Loaded.sample

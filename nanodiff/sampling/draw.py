@@ -157,9 +157,8 @@ def in_words(protocol: dict) -> str:
     if "sampler" in protocol:
         words.append("{sampler}, {steps} steps ({network_evaluations} evaluations in all)".format(**protocol))
     if "cfg_scale" in protocol:
-        guidance = "no guidance"
-        if protocol["cfg_scale"] != 1:
-            guidance = "guidance {cfg_scale:g} at t in [{cfg_interval}], which counts double".format(**protocol)
+        template = "guidance {cfg_scale:g} at t in [{cfg_interval}], which counts double"
+        guidance = "no guidance" if protocol["cfg_scale"] == 1 else template.format(**protocol)
         words += [guidance, f"seed {protocol['seed']}"]
     return ", ".join(words)
 
