@@ -6,7 +6,7 @@
     low_res  (N, C, h, w): the second image of super-resolution, made from x0
 
 A set stores rows (to_stored), the loader passes them on, from_stored (data/pixels.py) normalises them, and
-conditioning selects the model's and drops some. How to add a condition: runs/GUIDE.md, Change.
+conditioning selects the model's and drops some. How to add a condition: runs/EXTEND.md.
 """
 
 import math

@@ -25,6 +25,12 @@ TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) # empty, as compilation counts
 export TORCHINDUCTOR_CACHE_DIR
 trap 'rm -rf "$TORCHINDUCTOR_CACHE_DIR"' EXIT
 
+find_trained "$tag" "${@:3}"
+if [ -d "$folder" ] && [[ " $* " != *" --help"* ]]; then
+    mv "$folder" "$folder.$(date +%Y%m%d_%H%M%S)"
+    echo "an earlier attempt is now in $folder.*"
+fi
+
 start=$SECONDS
 python3 -m scripts.base_train --data=cifar10 --flip --model_tag="$tag" --seed="$seed" "${settings[@]}" \
     --resume=never --eval_every=-1 --sample_every=-1 --save_every=0 "${@:3}"
