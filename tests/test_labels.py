@@ -340,6 +340,14 @@ def test_a_split_column_is_obeyed(tmp_path, capsys):
     assert read(path, labels="folder") == {("cat", False): 2, ("cat", True): 1}
 
 
+def test_an_image_above_the_splits_of_the_others_is_left_out(tmp_path, capsys):
+    path = pack(tmp_path, ["x/0.jpg", *spread("x/train/cat", "x/train/dog", "x/val/cat")], "folder")
+    names = [file.relative_to(path).as_posix() for file in path.rglob("*.jpg")]
+    write(path / "metadata.csv", "\n".join(["file,split", *(f"{name},train" for name in names)]))
+    assert read(path, labels="folder") == {("cat", False): 3, ("dog", False): 3, ("cat", True): 3}
+    assert "left out, no split or no training image of a class: 1 images" in " ".join(capsys.readouterr().out.split())
+
+
 def test_classes_are_chosen_by_quoted_names_and_numbers(tmp_path):
     make_folder(tmp_path / "in", classes=["tench, Tinca tinca", "cat", "dog"])
     for classes, names in (

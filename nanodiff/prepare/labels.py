@@ -263,7 +263,8 @@ def find_splits(places: list[Place]) -> None:
             for place, name, split in zip(places, names, splits):
                 place.split = {"train": "train", val: "val"}.get(split)
                 path = list(place.path)
-                path.remove(name)  # not all: a class may be called train
+                if name:
+                    path.remove(name)  # once: a class may be called train
                 place.path = tuple(folder for folder in path if folder not in shared)
             break
         if len({*names}) == 1:
