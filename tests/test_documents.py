@@ -315,7 +315,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_log():
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
     assert [depth for depth, _ in rows] == ["4", "6", "12"]
     for depth, row in rows:
-        parameters, seen, whole, memory = row.split(" | ")
+        parameters, needed, seen, whole, memory = row.split(" | ")
         config = DiTConfig.from_depth(int(depth), 32, in_channels=3, out_channels=3, num_classes=10)
         with torch.device("meta"):
             model = DiT(config)
@@ -325,6 +325,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_log():
         images = 12 * num_params / config.num_tokens
         unit = 1e6 if "M" in seen else 1
         assert unit * float(seen.strip("M").replace(",", "")) == pytest.approx(images, rel=0.01)
+        assert int(needed.replace(",", "")) == pytest.approx(images / 100, rel=0.02)  # a hundred epochs
         if depth == "4":
             cpu_log = (RUNS / "records" / "cifar10_d4_b0d3707.txt").read_text()
             minutes, gib = re.search(r"in (\S+) minutes of training, (\S+) GiB of memory at the peak", cpu_log).groups()
