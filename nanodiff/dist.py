@@ -118,8 +118,11 @@ def compare_ranks(config: Settings) -> None:
     facts = config | {"torch": torch.__version__, "code": code[:8], "model_tag": "", "run": ""}
     fault = ""
     for rank, rank_facts in enumerate(gather_objects(facts)):
-        changes = rank_facts.items() - facts.items()
-        differences = [f"{name}={value}, rank 0 {facts.get(name)}" for name, value in sorted(changes)]
+        differences = [
+            f"{name}={value}, rank 0 {facts.get(name)}"
+            for name, value in rank_facts.items()
+            if value != facts.get(name)
+        ]
         if differences:
             fault = f"rank {rank} has {'; '.join(differences)}; accepted: the same on every rank"
     fault = from_first_rank(fault, "the settings")
