@@ -30,7 +30,6 @@ import re
 import shutil
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from numbers import Real
@@ -284,8 +283,15 @@ def configure(globals_: dict, argv: list[str] | None = None, fallback=None, modu
             raise ValueError(
                 f"this locale reads names as {sys.getfilesystemencoding()}; accepted: utf-8, such as by PYTHONUTF8=1"
             )
+        given = set()  # on the command line; that it replaces a preset's is no surprise
         for arg in argv:
-            config.overrides |= read_argument(settings, arg)
+            values = read_argument(settings, arg)
+            for name in given & values.keys():
+                if is_first:
+                    print(f"{name} is given again by {arg}: the last one counts")
+            if arg.startswith("--"):
+                given |= values.keys()
+            config.overrides |= values
         config |= config.overrides
         if fallback:
             config |= fallback(config) | config.overrides
@@ -294,8 +300,5 @@ def configure(globals_: dict, argv: list[str] | None = None, fallback=None, modu
         if is_first:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    for name, times in Counter(arg.partition("=")[0] for arg in argv).items():
-        if times > 1 and is_first:
-            print(f"{name} is given {times} times: the last one counts")
     globals_ |= config
     return config

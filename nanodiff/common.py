@@ -189,8 +189,8 @@ class Progress:
         if now - self.last > self.pause:
             self.last = now
             self.pause = 0.2 if self.on_terminal else 30.0
-            rate = self.done / max(now - self.start, 1e-9)
-            eta = max(self.total - self.done, 0) / max(rate, 1e-9)
+            rate = self.done / (now - self.start)
+            eta = max(self.total - self.done, 0) / rate
             self._show(f"{self.label} {self.done:,.0f}/{self.total:,} {self.unit} | {rate:,.1f}/s | eta {eta:,.0f} s")
 
     def __exit__(self, *exc):

@@ -188,6 +188,11 @@ class StopSignal:
 stop_signal = StopSignal()
 
 
+def rank_batch(batch_size: int, num_images: int) -> int:
+    """The batch size, or each rank's share of the images if that is less, so that every rank works."""
+    return min(batch_size, -(-num_images // get_dist()[2]))
+
+
 def gather_batches(compute, batches: Batches, label: str) -> list:
     """[compute(ids) for ids in batches] on the first rank, [] on the others; all ranks share the work.
 

@@ -92,16 +92,15 @@ device = init_device(device_type, 86_400, config)  # the first rank may compare 
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 result = {"metric": metric}
-name = data
 run = None
 if samples:
     source = samples  # in messages
     image_set = Samples(samples)
-    name = name or image_set.data
+    name = data or image_set.data
 else:
     run = load_run(model, device, checkpoint_step, ema)
     source = run.source
-    name = name or run.data.name
+    name = data or run.data.name
     with contextlib.suppress(UserError):  # there may be no such set
         if not data and open_dataset(name).sha256 != run.data.sha256:
             print0(f"note: {name!r} was made anew after {source} was trained: it may have seen held-out images")
@@ -191,7 +190,10 @@ else:
         shape = dataset.channels, dataset.resolution, dataset.resolution
         if image_set.shape != shape and image_set.shape[1:] not in dataset.buckets:
             raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {image_set.shape}")
-        if has_classes and names:  # number the classes as the data set does
+        shown = [names[k] if names else str(k) for k in labels]  # a file's numbers may be names, as prepare_data's
+        if has_classes and {*shown} <= {*dataset.class_names}:  # number the classes as the data set does
+            labels = np.array([*map(dataset.class_names.index, shown)])
+        elif has_classes and names:
             labels = np.array(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
         elif has_classes and labels.max() >= dataset.num_classes:
             raise UserError(f"{source} has class {labels.max()}, data={name!r} {dataset.num_classes} classes, from 0")

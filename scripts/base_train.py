@@ -213,7 +213,7 @@ if fixed:  # published and older models lack the channel that marks a null secon
 raw_model = build_model(model_config, device, seed)
 new = start.start_from(raw_model, source, config, class_names) if source else []
 num_params = sum(p.numel() for p in raw_model.parameters())
-lora = start.with_adapters(raw_model, source, config, class_names) if lora_rank else None  # refuses trainable
+lora = start.with_adapters(raw_model, source, config, class_names, train_set) if lora_rank else None
 if trainable:
     start.train_only(raw_model, trainable, new)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
@@ -333,7 +333,7 @@ print0(memory_line(raw_model, optim, ema, device_batch_size))  # d12: 2 GiB + 88
 
 sample_steps = sample_steps or process.default_steps
 sampler = choose_sampler(process, sampler, sample_steps)
-fault = why_unguided(config, bool(droppable(model_config)))
+fault = why_unguided(config, droppable(model_config))
 overrides = {} if learns_guidance(config) else config.overrides  # cfg_scale may shape training alone
 sample_settings = SampleSettings(sample_steps, sampler, *choose_guidance(cfg_scale, cfg_interval, fault, overrides))
 if fid_every >= 0:
@@ -400,7 +400,7 @@ def save():
             "command": sys.argv[1:],  # rerunning --resume=STEP continues, instead of going back again
             "model_config": asdict(model_config),
             "data": codec.data,
-            "ema_rates": list(ema.rates),
+            "ema_rates": ema.rates,
             "loop": loop_state.copy(),
         }
         if process.is_map:
@@ -448,7 +448,7 @@ while True:
             with ema.applied(raw_model):  # and eval mode
                 if validates:
                     figures["val/loss_ema"], by_t = validation_loss(raw_model, *val_args)  # averages lag
-                    figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
+                    figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t) if not math.isnan(q)}
                 if due(fid_every):
                     qualities = measure_samples(raw_model, process, sample_settings, device_batch_size)
                     figures |= {f"val/{name}": value for name, value in qualities.items()}

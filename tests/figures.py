@@ -22,9 +22,12 @@ DIT = dict(
 )
 UNET = dict(
     image_size=16,
+    in_channels=3,
+    out_channels=3,
     model_channels=32,
     num_res_blocks=1,
     channel_mult=(1, 2),
+    num_heads=4,
     num_classes=5,
 )
 CONFIGS = {

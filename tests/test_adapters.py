@@ -8,6 +8,7 @@ from tiny_runs import PLAIN, assert_identical, assert_ranks_agree, assert_resume
 from torch.testing import assert_close
 
 from nanodiff.data.shapes import CLASS_NAMES
+from nanodiff.formats import load
 from nanodiff.formats.load import build, find, load_run, read
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig
@@ -121,7 +122,11 @@ def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
     for tag, settings in kinds.items():
         make_run(run_script, tag, *settings)
         more = ("--sample_every=0", "--sample_steps=1", "--checkpointing", "--t_range=0,0.5")
-        done = run_script("base_train", *end, *more, f"--init_from={tag}", "--data=plain", f"--model_tag={tag}_lora")
+        more += (f"--init_from={tag}", f"--model_tag={tag}_lora")
+        if tag != "small":  # samples would show the base's classes
+            unlabelled = (*end, *more, "--data=plain")
+            refused("'plain' has no classes, .*accepted: one sub-folder", run_script, "base_train", *unlabelled)
+        done = run_script("base_train", *end, *more, f"--data={'plain' if tag == 'small' else 'tiny'}")
         assert done["lora"]["classes"] == []
         assert load_run(f"{tag}_lora", "cpu").num_classes == (0 if tag == "small" else 8)
     for name, channels in (
@@ -153,6 +158,24 @@ def test_what_makes_the_adapters_cannot_change_within_a_run(base, old, run_scrip
     save_checkpoint(old, 1, {"model": changed, "ema_0.999": changed}, meta)
     refused("adapters for other weights: flow,step=1,ema=0.999", load_run, "a", "cpu")
     refused("has other weights than when this run began", run_script, "base_train", *TINY, "--model_tag=a", *more)
+
+
+def test_what_a_base_that_moved_needs_is_said(base, old, run_script, draw):
+    run_script("base_train", *TINY, "--model_tag=a", "--num_iterations=1")
+    file = base / "runs/a/adapters/step_000001.safetensors"
+    before = load_run("a", "cpu").model.state_dict()
+    old.rename(old.with_name("moved"))
+    refused("adapts flow,step=1,ema=0.999, which is missing; if it moved: --model=BASE --lora=", load_run, "a", "cpu")
+    assert_identical(load_run("moved", "cpu", lora=str(file)).model.state_dict(), before)
+
+
+def test_weights_that_come_with_the_code_are_found_wherever_it_is(base, monkeypatch, tmp_path):
+    """Adapters name them by their path in the clone that trained them."""
+    monkeypatch.setattr(load, "WEIGHTS", tmp_path)
+    (tmp_path / "small.safetensors").touch()
+    assert load.find_run("/a/clone/runs/weights/small.safetensors") == tmp_path / "small.safetensors"
+    refused("is no folder, file or tag", load.find_run, "/a/clone/runs/weights/large.safetensors")
+    refused("is no folder, file or tag", load.find_run, "/a/clone/small.safetensors")
 
 
 def test_new_adapters_go_on_top_of_a_file_of_adapters(base, old, run_script):

@@ -8,7 +8,7 @@ import torch
 from conftest import refused
 from PIL import Image
 from processes import on_ranks
-from tiny_runs import TIMELESS, TINY, logged, make_data, make_run
+from tiny_runs import PLAIN, TIMELESS, TINY, logged, make_data, make_run
 
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.pixels import to_model_range
@@ -153,6 +153,38 @@ def test_held_out_images_have_the_figures_of_the_real_images_beside_them(base, r
     assert itself["precision"] == 1
     assert itself["recall"] == 1
     assert itself["copies"] == 1
+
+
+def test_adapters_are_measured_on_their_own_set(base, run_dir, run_script, quick_classifier):
+    """Which lacks most of the base's classes: it is drawn in its own proportions."""
+    make_data("tuned", class_names=["star", "bar"], train=40, val=12)
+    run_script("base_train", *PLAIN, *"--init_from=flow --data=tuned --lora_rank=2 --num_iterations=0".split())
+    measured = evaluate(run_script, "fd_classifier", *FEW, "--model=flow_tuned_lora")
+    assert {*measured["class_accuracy_of"]} == {"star", "bar"}
+
+
+def test_a_set_too_small_for_distances_is_told_before_the_training(base, run_script, quick_classifier):
+    make_data("five", train=5, val=5)
+    measured = ("--data=five", "--depth=1", "--num_iterations=1", "--fid_every=0", "--fid_metric=fd_classifier")
+    refused("need 10 images or more, 'five', train, has 5", run_script, "base_train", *PLAIN, *measured)
+
+
+def test_class_numbers_of_a_file_are_the_names_of_a_set_that_has_such(base, run_script, quick_classifier):
+    """Classes 1 to 8 from a file: its 1 is the first, not the second. In a set without such names it is the second."""
+    for name, names in (
+        ("numbered", [str(k) for k in range(1, 9)]),
+        ("tiny", CLASS_NAMES),
+    ):
+        with DatasetWriter(name, names) as writer:
+            for split in ("train", "val"):
+                images, labels = draw_shapes(24, seed=len(split))
+                writer.append(split, images, y=labels)
+        val = open_dataset(name, "val")
+        ids = np.arange(len(val))
+        shift = int(name == "numbered")
+        np.savez(base / f"{name}.npz", val.images(ids).transpose(0, 2, 3, 1), val.labels(ids) + shift)
+        judged = evaluate(run_script, "fd_classifier", f"--samples={base}/{name}.npz", f"--data={name}")
+        assert judged["class_accuracy"] == judged["real_images"]["class_accuracy"]
 
 
 @pytest.mark.parametrize(

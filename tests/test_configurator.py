@@ -118,9 +118,12 @@ def test_values_on_the_command_line_and_in_a_preset(script, preset, given, name,
 def test_later_wins_and_what_is_given_twice_is_said(script, preset, capsys):
     """In the order given, between presets, within one, and between presets and keys."""
     assert script("--tag=a", "--tag=b", "--lr=2")["tag"] == "b"  # as a shell makes of --path=shard-{0..2}.tar
-    assert capsys.readouterr().out == "--tag is given 2 times: the last one counts\n"
+    assert capsys.readouterr().out == "tag is given again by --tag=b: the last one counts\n"
     one = preset("depth = 1\ndepth = 2\nwidth = 10\n", "one.py")
     two = preset("depth = 3\n", "two.py")
+    assert script("--depth=5", two)["depth"] == 3
+    assert capsys.readouterr().out == f"depth is given again by {two}: the last one counts\n"
+    assert script(two, "--depth=5")["depth"] == 5
     both = script(one, two)
     assert both["depth"] == 3
     assert both["width"] == 10

@@ -68,8 +68,8 @@ def test_autocast_computes_with_the_average():
 
 
 def test_rates():
-    assert parse_rates("0.999, 0.9999") == (0.999, 0.9999)
-    assert parse_rates("") == ()
+    assert parse_rates("0.999, 0.9999") == [0.999, 0.9999]
+    assert parse_rates("") == []
     model = Vector(1.0)
     ema = EMA(model, make_optimizer(model, "adamw"), "")
     ema.update(1)

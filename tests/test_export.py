@@ -322,7 +322,8 @@ def test_diffusers_other_files_are_read(pipeline, suffix):
 
 def unet_file(path, **settings):
     """What openai/improved-diffusion saves of such a UNet (attention's matrices are its Conv1d's), random weights."""
-    defaults = dict(image_size=16, model_channels=32, num_res_blocks=1, null_class=False)
+    defaults = dict(image_size=16, in_channels=3, out_channels=3, model_channels=32, channel_mult=(1, 2, 2, 2))
+    defaults |= dict(num_heads=4, num_res_blocks=1, null_class=False)
     model = UNet(UNetConfig(**defaults | settings))
     model.load_state_dict(randomise(model.state_dict()))
     theirs = model.state_dict()

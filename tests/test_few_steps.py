@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import refused
 from test_base_train import TINY, losses, tiny  # noqa: F401 (tiny is a fixture)
-from tiny_runs import assert_ranks_agree, assert_resumes, randomise
+from tiny_runs import assert_ranks_agree, assert_resumes, make_data, randomise
 from torch.testing import assert_close
 
 from nanodiff.common import make_generator
@@ -327,6 +327,9 @@ def test_guidance_in_the_loss_starts_where_it_should(tiny, run_script):  # noqa:
     assert load_run("guided", "cpu", "6").why_unguided != ""
     run_script("base_train", *TINY, "--model_tag=copy", "--init_from=guided", "--num_iterations=0")
     assert load_run("copy", "cpu").why_unguided
+    make_data("plain", class_names=())
+    done = run_script("base_train", *TINY, "--model_tag=unguided", "--init_from=guided", "--data=plain")
+    assert done["guided_from"] == 1  # without classes there is nothing to be guided to
     longer = ("--num_iterations=60", "--resume=changed")
     refused("has learned guidance by step 6", run_script, "base_train", *guided_run, *longer)
 

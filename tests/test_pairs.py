@@ -177,7 +177,7 @@ def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_
     assert files.labels.tolist() == [0] * 12 + [1] * 12
 
 
-def test_samples_take_second_images_of_files(base, run_script, draw, tmp_path):
+def test_samples_take_second_images_of_files(base, run_script, draw, tmp_path, capsys):
     """Of an .npz as of the validation set; the picture shows pairs. Of a folder: above; in Python: test_sample.py."""
     make_set("tiny", gray)
     make_run(run_script, "a")
@@ -196,4 +196,12 @@ def test_samples_take_second_images_of_files(base, run_script, draw, tmp_path):
     of_file, found, _ = draw(*some, f"--pairs={tmp_path / 'file.npz'}")
     assert (of_file == images).all()
     assert (found == labels).all()
+    assert "63 of 255" not in capsys.readouterr().out
+    np.savez(tmp_path / "file.npz", (given > 99).astype(np.uint8).transpose(0, 2, 3, 1))
+    draw(*some, f"--pairs={tmp_path / 'file.npz'}")
+    assert "file.npz' holds no value above 63 of 255" in capsys.readouterr().out
+    (tmp_path / "second").mkdir()
+    Image.fromarray(given[0, 0]).save(tmp_path / "second" / "a.png")
+    (tmp_path / "second" / "b.png").write_bytes(b"")
+    refused("second/b.png", draw, *some, f"--pairs={tmp_path / 'second'}")
     refused("size='32x32'; accepted with a second image", draw, *some, "--size=32x32")

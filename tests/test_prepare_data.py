@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import runpy
 import shlex
 import signal
@@ -16,6 +17,7 @@ from image_helpers import archive, chw, everything, idx, make_folder, prepare, r
 from numpy.testing import assert_array_equal
 from processes import FORK, Started
 
+from nanodiff.data import dataset
 from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.files import lock_file
 from nanodiff.png import encode_png
@@ -221,9 +223,12 @@ def test_parts_of_other_images_are_made_again(tmp_path, base, monkeypatch):
     def stop_at_the_end():
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(DatasetWriter, "_finish", lambda self: 1 / 0)
+            patch.setattr(dataset, "print0", said.append)
             prepare(tmp_path / "in", val_fraction=0)
 
+    said = []
     stop_at_the_end()
+    assert re.search("finished parts are kept in .*toy.parts", said[-1])
     assert (base / "data" / ".toy.parts" / "notes" / "00002.json").is_file()
     parts = base / "data" / ".toy.parts"  # damaged ones are made again
     os.pwrite(os.open(parts / "train_images_00000_0.npy", os.O_WRONLY), b"~", 1000)

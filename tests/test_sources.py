@@ -82,6 +82,12 @@ def test_npz_round_trip(tmp_path, key, save):
         assert open_dataset("toy").class_names == []
         assert "class numbers" not in out
     assert "a.npz: y ignored" in out
+    for others, said in (
+        (labels, True),
+        (arrays.get("labels", labels), key != "labels"),
+    ):
+        save(tmp_path / "a.npz", **{"labels": 3 * labels + 1, **arrays, "arr_1": others})
+        assert ("arr_1 ignored" in report(tmp_path / "a.npz", val_fraction=0)) == said
     prepare(tmp_path / "a.npz", labels="none")
     assert open_dataset("toy").num_classes == 0
 

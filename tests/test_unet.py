@@ -69,7 +69,7 @@ def test_heads_on_the_way_up(tmp_path):
     ],
 )
 def test_shape_by_image_size(size, mult, levels):
-    config = UNetConfig.from_depth(1, size, num_res_blocks=1)
+    config = UNetConfig.from_depth(1, size, num_heads=4, num_res_blocks=1, in_channels=3, out_channels=3)
     assert config.channel_mult == mult
     assert levels <= config.attention_levels
     if size <= 32:

@@ -69,10 +69,8 @@ class DataLoader:
     seed: int
     start_step: int = 0
     device: str | torch.device = "cpu"
-    data_wait = 0.0
 
     def __post_init__(self):
-        self.seed %= 2**64
         self.device = torch.device(self.device)
         self._micro_steps = self.total_batch_size // (self.device_batch_size * self.world)
         self._thread = ThreadPoolExecutor(1, "dataloader")

@@ -491,4 +491,6 @@ class DatasetWriter:
         finally:
             if not any(self.folder.glob("notes/*[0-9].json")):
                 shutil.rmtree(self.folder, ignore_errors=True)
+            else:
+                print0(f"finished parts are kept in {self.folder}, for the same command again")
             self._lock.close()

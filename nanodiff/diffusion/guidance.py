@@ -2,7 +2,7 @@
 
 import torch
 
-from nanodiff.common import Tensors, UserError
+from nanodiff.common import Tensors
 from nanodiff.conditions import null_condition
 
 
@@ -16,10 +16,7 @@ def make_denoiser(model, cond: Tensors, settings):
     first cfg_channels of the prediction; 0 = x_t's channels, so no learned variance.
     """
     cfg_scale = settings.cfg_scale
-    if cfg_scale != 1:
-        null = null_condition(model.config, cond)
-        if not null:
-            raise UserError(f"cfg_scale={cfg_scale} without conditions; accepted: 1, there is nothing to guide to")
+    null = null_condition(model.config, cond)
     low, high = settings.cfg_interval
 
     def denoiser(x_t, t, time=1.0, **jump):

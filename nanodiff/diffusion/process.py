@@ -60,10 +60,10 @@ def learns_guidance(config: Settings, step: float = math.inf) -> bool:
     return guided_from < 1 and guided_from * config["num_iterations"] < max(step, 1)  # 0: the source was guided
 
 
-def why_unguided(config: Settings, has_condition: bool, step: float = math.inf) -> str:
+def why_unguided(config: Settings, conditions: list[str], step: float = math.inf) -> str:
     """Why the model of a run with these settings cannot be guided at `step`; "" if it can."""
     if learns_guidance(config, step):
         return "the model has learned guidance"  # and would be guided twice
-    if not has_condition or config["label_drop"] == 0:
+    if not conditions or config["label_drop"] == 0:
         return "the model has no null condition to guide away from"
     return ""

@@ -79,8 +79,7 @@ class Loaded:
     @property
     def why_unguided(self) -> str:
         """Why the model cannot be guided; "" if it can."""
-        conditions = droppable(self.model.config)
-        return why_unguided(self.config, bool(conditions), self.step)
+        return why_unguided(self.config, droppable(self.model.config), self.step)
 
     @property
     def device(self) -> torch.device:
@@ -114,10 +113,11 @@ def known_runs() -> list[Path]:
 
 
 def find_run(run: str) -> Path:
-    """Find the folder of a run by path or tag, a file by path, or shipped weights by name. "" finds the run written to
-    last, else the first of the shipped weights."""
+    """Find the folder of a run by path or tag, a file by path, or shipped weights by name or by their path in another
+    clone, as adapters may record it. "" finds the run written to last, else the first of the shipped weights."""
     runs = known_runs()
-    places = [os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, "")]
+    weights = WEIGHTS / run.rpartition("runs/weights/")[2]
+    places = [os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, ""), weights]
     if not run:
         places = [*runs, *shipped().values()]
     for path in places:
@@ -210,7 +210,14 @@ def read(
         raise UserError(f"lora_scale={lora_scale} would do nothing: {path} has no adapters")
     if "lora" in meta:
         scale = 1.0 if lora else lora_scale
-        _, tensors = read(*find(meta["lora"]["base"]), path, scale)
+        base = meta["lora"]["base"]
+        try:
+            source = find(base)
+        except UserError:
+            raise UserError(
+                f"{path} adapts {base}, which is missing; if it moved: --model=BASE --lora={path}"
+            ) from None
+        _, tensors = read(*source, path, scale)
     if lora:
         adapters, adapter_tensors = read_file(*find(lora))
         if "lora" not in adapters:

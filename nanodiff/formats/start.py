@@ -7,7 +7,7 @@ import torch
 
 from nanodiff.common import Settings, UserError, print0
 from nanodiff.conditions import row_shapes
-from nanodiff.data.dataset import match_labels, same_order
+from nanodiff.data.dataset import Dataset, match_labels, open_dataset, same_order
 from nanodiff.diffusion.process import OBJECTIVES, learns_guidance
 from nanodiff.formats.adapters import class_rows, identity, save_adapters  # noqa: F401 (base_train)
 from nanodiff.formats.load import Loaded, find, load_run, read_file, split_options
@@ -58,7 +58,8 @@ def inherited(config) -> dict:
         names += ["sample_steps", "sampler"]
         if shape["class_cond"] or settings.get("cfg_scale", 1) != 1:  # a model without classes may support only 1
             names += ["cfg_scale", "cfg_interval"]
-    if settings.get("guided_from", 1.0) < 1 and (checkpoint or learns_guidance(settings, meta["step"])):
+    is_guidable = not shape["class_cond"] or open_dataset(config["data"]).num_classes
+    if is_guidable and settings.get("guided_from", 1.0) < 1 and (checkpoint or learns_guidance(settings, meta["step"])):
         if not checkpoint:
             settings["guided_from"] = 0.0
         names += ["guided_from", "cfg_scale", "cfg_interval"]
@@ -151,6 +152,7 @@ def with_adapters(
     base: Loaded,
     config: Settings,
     class_names: list[str],
+    train_set: Dataset,
 ) -> dict:
     """Freeze `model`, filled by start_from, except adapters and the rows of classes that `base` lacks.
 
@@ -167,6 +169,11 @@ def with_adapters(
     for name, value in same.items():
         if config[name] != value:
             raise UserError(f"{name}={config[name]!r} with lora_rank, on {base.source}; accepted: {value!r}")
+    if base_names and not train_set.meta["class_names"]:  # samples would show the base's
+        raise UserError(
+            f"lora_rank: data={config['data']!r} has no classes, {base.source} has {len(base_names)}; "
+            "accepted: one sub-folder of images, which becomes a new class"
+        )
     size = model.config.image_size
     base_size = base.model.config.image_size
     if size != base_size:

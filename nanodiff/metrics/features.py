@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanodiff.common import Batches, UserError, at, is_first_rank, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
-from nanodiff.dist import from_first_rank, gather_batches, over_ranks
+from nanodiff.dist import from_first_rank, gather_batches, over_ranks, rank_batch
 from nanodiff.files import reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier, load_classifier
@@ -126,6 +126,8 @@ def reference_features(dataset: Dataset, network) -> Features | None:
 
     Cached beside the set in stats_NETWORK_SPLIT.npz, which load_stats reads too.
     """
+    if len(dataset) < 10:
+        raise UserError(f"distances need 10 images or more, {dataset.name!r}, {dataset.split}, has {len(dataset)}")
     weights = [x.cpu() for x in network.state_dict().values()]
 
     def compute():
@@ -146,8 +148,6 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
     if real is not None:
         fake = samples.some
         n = min(len(fake), len(real))
-        if n < 10:
-            raise UserError(f"{metric} needs 10 images or more, got {len(fake)} and {len(real)}")
         result["precision"], result["recall"] = precision_recall(real[:n], fake[:n])
         if reference.images is not None and len(real) < MAX_VECTORS:  # all images of the set
             result["copies"] = copies(reference.images, samples.images)
@@ -176,7 +176,7 @@ def sample_quality(
         codec.keep_loaded()
         samples = ModelSamples(model, process, codec, settings, inputs=inputs)
         samples.in_proportion(dataset.name, "train", num_images)
-        batches = samples.batches(np.arange(num_images), batch_size)
+        batches = samples.batches(np.arange(num_images), rank_batch(batch_size, num_images))
         stats = collect_features(samples.images, batches, network, "samples")
         samples.check_finite(num_images)
         return from_first_rank(stats and compare(metric, stats, reference), "samples' figures")

@@ -88,19 +88,15 @@ def add_lora(
 
 
 def drop_frozen(model, state_dict, prefix, local_metadata) -> None:
-    for name in state_dict.keys() - trained(model).keys():
-        del state_dict[name]
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            del state_dict[name]
 
 
 def fill_frozen(model, state_dict, *args) -> None:
     for name, p in model.named_parameters():
         if not p.requires_grad:
             state_dict[name] = p.detach()
-
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def class_table(model: nn.Module) -> str:

@@ -24,14 +24,14 @@ NORM_GROUPS = 32
 
 @dataclass(frozen=True)
 class UNetConfig(Conditioned):
-    """Shape of a UNet; by default the published CIFAR-10 model without dropout or learned variance."""
+    """Shape of a UNet."""
 
-    image_size: int = 32
-    in_channels: int = 3  # channels of x_t, without the second image's
-    out_channels: int = 3  # 2 * in_channels if the variance is learned
-    model_channels: int = 128
-    channel_mult: tuple[int, ...] = CHANNEL_MULT[32]
-    num_heads: int = 4
+    image_size: int
+    in_channels: int  # channels of x_t, without the second image's
+    out_channels: int  # 2 * in_channels if the variance is learned
+    model_channels: int
+    channel_mult: tuple[int, ...]
+    num_heads: int
     null_class: bool = True  # one more row in the class table, which published tables lack
     dropout: float = 0.0
     checkpointing: bool = False  # recompute each block in backward, to save memory
@@ -46,13 +46,13 @@ class UNetConfig(Conditioned):
             raise UserError(
                 "arch=unet takes one vector per image, but the data hold sequences; accepted: dit, dit_classic"
             )
-        if self.image_size < 1 or self.image_size % self.side_unit:
+        if self.image_size % self.side_unit:
             raise UserError(
                 f"image_size={self.image_size}; accepted: a multiple of {self.side_unit}, by channel_mult's length"
             )
         widths = [self.model_channels * m for m in self.channel_mult]
         for heads in (self.num_heads, self.num_heads_upsample or self.num_heads):
-            if heads < 1 or any(width % heads for width in widths):
+            if any(width % heads for width in widths):
                 raise UserError(f"num_heads={heads}; accepted: a divisor of every level's width {widths}")
 
     @classmethod
@@ -169,7 +169,7 @@ class AttentionBlock(nn.Module):
         h = self.norm(x).flatten(2).mT  # (N, T, C), T = H W
         qkv = self.qkv(h).unflatten(2, (self.num_heads, 3, -1))  # the published order: head, q|k|v
         if x.device.type == "cpu":  # half-precision kernels take 1.4 to 10 times as long in backward as fp32 ones
-            qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
+            qkv = qkv.float()
         with no_autocast(x):
             q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
             h = F.scaled_dot_product_attention(q, k, v)

@@ -335,6 +335,8 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
             raise UserError(f"{path} has the arrays {', '.join(file)}; accepted: arr_0 and labels")
         images = file["arr_0"]
         labels = file.get("labels", file.get("arr_1"))
+        if not np.array_equal(file.get("arr_1", labels), labels):
+            print0(f"note: {path}: arr_1 ignored; classes are in labels")
         protocol = str(file.get("protocol", ""))
         if unused := {*file} - {"arr_0", "labels", "arr_1", "protocol"}:
             print0(f"note: {path}: {', '.join(sorted(unused))} ignored; classes are in labels or arr_1")

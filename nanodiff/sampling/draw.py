@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanodiff.common import Batches, StackedGenerator, Tensors, UserError, get_dist, in_batches, print0
+from nanodiff.common import Batches, StackedGenerator, Tensors, UserError, in_batches, print0
 from nanodiff.conditions import FILES, IMAGES, conditioning, row_shapes, some_conditions
 from nanodiff.data.dataloader import shuffled
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import Shape, from_stored, to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.diffusion.process import parse_interval
-from nanodiff.dist import gather_batches, over_ranks
+from nanodiff.dist import gather_batches, over_ranks, rank_batch
 from nanodiff.png import make_grid
 
 
@@ -143,7 +143,7 @@ def inputs_of(dataset, codec, config) -> dict[str, Inputs]:
         x0, conditions = codec.read(dataset, rows)
         return conditioning(config, conditions, x0)[name]
 
-    labels = dataset.labels(np.arange(len(dataset)))
+    labels = dataset.labels(slice(None))
     return {
         name: Inputs(functools.partial(read, name), dataset.buckets, labels, dataset.identity, True)
         for name in row_shapes(config)
@@ -263,7 +263,7 @@ class ModelSamples:
         except UserError:
             print0(f"samples take all classes in turn: there is no set {name!r} here to take proportions from")
             return
-        labels = dataset.labels(np.arange(len(dataset)))
+        labels = dataset.labels(slice(None))
         labels = labels[labels < num_classes]
         counts = np.bincount(labels, minlength=num_classes)
         if counts.var() > 4 * counts.mean():
@@ -348,8 +348,7 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
             n = columns * num_classes
         classes = (np.arange(n) * num_classes // n).tolist()
     samples = ModelSamples(model, process, codec, settings, classes=classes, inputs=inputs)
-    share = math.ceil(n / get_dist()[2])  # every rank draws something
-    batches = samples.batches(np.arange(n), min(batch_size, share))
+    batches = samples.batches(np.arange(n), rank_batch(batch_size, n))
 
     def draw(ids):  # (k,) -> k pictures or, with images, 3 k: (C, H, W) uint8 each
         images = samples.images(ids)

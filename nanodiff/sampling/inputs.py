@@ -3,7 +3,6 @@
 import functools
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -66,14 +65,19 @@ def read_pairs(place: str, samples) -> Inputs:
     @functools.cache
     def views(shape):  # all images at the size of samples of this shape: (N, C, H, W) uint8
         sides = [n * codec.downsample for n in shape[1:]]  # in pixels, also for latents
-        return np.stack([decode_second(item.payload, *form, *sides) for item in items])
+        images = []
+        for item in items:
+            with reading(item.payload):
+                images.append(decode_second(item.payload, *form, *sides))
+        if np.max(images) < 64:
+            print0(f"note: pairs={place!r} holds no value above 63 of 255 (masks hold 0 and 255, not 0 and 1)")
+        return np.stack(images)
 
     def read(rows, shape):
         return to_model_range(torch.from_numpy(views(shape)[rows]))
 
-    with reading(Path(place)):
-        shapes = [samples.size] if samples.size else codec.shapes
-        description = with_hash(place, *map(views, shapes), labels)
+    shapes = [samples.size] if samples.size else codec.shapes
+    description = with_hash(place, *map(views, shapes), labels)
     return Inputs(read, {(1, 1): range(len(items))}, labels, description)
 
 
@@ -109,6 +113,7 @@ def read_number_file(name: str, place: str, samples) -> Inputs:
         raise UserError(f"{name}={place!r} holds {name} of {array.shape}; accepted: {('n', *shape)}")
     if not np.isfinite(array).all():
         raise UserError(f"{name}={place!r} holds NaN or infinity")
+    note_classes(name, place, samples)
     rows = from_stored({name: np.array(array)}, samples.codec.data)[name]
     return from_file(lambda numbers, shape: rows[numbers], place, array)
 
@@ -135,6 +140,11 @@ def open_images(setting: str, place: str, range: tuple | None = None) -> Source:
     return source
 
 
+def note_classes(setting: str, place: str, samples) -> None:
+    if samples.num_classes and not samples.classes:
+        print0(f"note: {setting}={place!r} has no classes: samples take all classes in turn")
+
+
 def labelled_items(setting: str, place: str, samples):
     """Images, and their classes (n,) by the model's numbers, or None."""
     path = at(place)
@@ -143,8 +153,7 @@ def labelled_items(setting: str, place: str, samples):
     items = list(source.items)
     names = source.class_names
     if not (classes and names):
-        if classes:
-            print0(f"note: {setting}={place!r} has no classes: unless some are given, samples take all classes in turn")
+        note_classes(setting, place, samples)
         return items, None
     labels = np.array([item.label for item in items])
     is_drawn = path.suffix == ".npz" and "protocol" in np.load(path)  # by a model, whose numbers it has

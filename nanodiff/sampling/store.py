@@ -27,7 +27,6 @@ class SampleStore:
         name = hashlib.sha256(self.protocol.encode()).hexdigest()[:16]
         self.folder = output.with_name(f".{name}.parts")
         self.parts = parts
-        self.num_images = sum(map(len, parts))
 
     def open(self) -> bool:
         """Lock the folder; True if `output` is already complete. UserError if it is an .npz of another protocol."""
@@ -73,7 +72,7 @@ class SampleStore:
         with open(raw, "wb") as file:
             for k in range(len(self.parts)):
                 file.write(np.ascontiguousarray(self.read(k)).data)
-        images = np.memmap(raw, first.dtype, "r", shape=(self.num_images, *first.shape[1:]))
+        images = np.memmap(raw, first.dtype, "r", shape=(len(labels), *first.shape[1:]))
         with writing(self.output) as file:
             np.savez(file, arr_0=images, arr_1=labels, labels=labels, protocol=self.protocol)
 

@@ -10,15 +10,15 @@ from nanodiff.dist import collective
 from nanodiff.training.shard import Optimizer
 
 
-def parse_rates(rates: str) -> tuple[float, ...]:
-    """(0.999, 0.9999) from "0.999,0.9999"; () from ""."""
+def parse_rates(rates: str) -> list[float]:
+    """[0.999, 0.9999] from "0.999,0.9999"; [] from ""."""
     try:
         numbers = [float(rate) for rate in rates.split(",") if rates]
     except ValueError:
         numbers = [0.0]
     if not all(0 < rate < 1 for rate in numbers):
         raise UserError(f"ema_rates={rates!r}; accepted: numbers between 0 and 1, comma-separated, such as 0.999")
-    return tuple(dict.fromkeys(numbers))
+    return numbers
 
 
 class EMA:

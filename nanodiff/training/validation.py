@@ -1,25 +1,16 @@
 """Losses on held-out images: the validation loss, bits/dim. The caller enters autocast."""
 
-import math
 from collections import defaultdict
 
 import numpy as np
 import torch
 
-from nanodiff.common import StackedGenerator, get_dist, make_generator
+from nanodiff.common import StackedGenerator, make_generator
 from nanodiff.conditions import conditioning
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.timesteps import make_timesteps
-from nanodiff.dist import from_first_rank, gather_batches
+from nanodiff.dist import from_first_rank, gather_batches, rank_batch
 from nanodiff.training.log import quartile_sums
-
-
-def gather_sums(sums_of, val_set, num_images: int, batch_size: int, label: str) -> list:
-    """On the first rank, [sums_of(indices)] for `num_images` spread over a set, in batches of at most 1/world of them,
-    to share the work."""
-    share = math.ceil(num_images / get_dist()[2])
-    batches = val_set.batches(val_set.spread(num_images), min(batch_size, share))
-    return gather_batches(sums_of, batches, label)
 
 
 def held_out(model, val_set, codec, ids, seed=0):
@@ -50,7 +41,8 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
         loss = process.losses(model, x0, t, noise, cond)["loss"]  # (n,)
         return quartile_sums(t, loss, torch.ones_like(loss), process).cpu().double()
 
-    sums = gather_sums(sums_of, val_set, n, batch_size, "validation")
+    batches = val_set.batches(val_ids, rank_batch(batch_size, n))
+    sums = gather_batches(sums_of, batches, "validation")
     total, counts = from_first_rank(sum(sums), "the validation loss")
     return float(total.sum() / n), (total / counts).tolist()
 
@@ -58,7 +50,6 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
 @torch.no_grad()
 def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int, seed: int) -> dict:
     """Means of process.bits_per_dim over `num_images` of `val_set`: numbers or, by timestep, lists of T, T-1 first."""
-    n = min(num_images, len(val_set))
 
     def sums_of(ids):
         x0, cond, generator = held_out(model, val_set, codec, ids, seed)
@@ -66,7 +57,8 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
         return {name: value.cpu().double().sum(0) for name, value in terms.items()}
 
     means = defaultdict(float)
-    for sums in gather_sums(sums_of, val_set, n, batch_size, "bits/dim"):
+    batches = val_set.batches(val_set.spread(num_images), rank_batch(batch_size, num_images))
+    for sums in gather_batches(sums_of, batches, "bits/dim"):
         for name, value in sums.items():
-            means[name] += value / n
+            means[name] += value / num_images
     return from_first_rank({name: mean.tolist() for name, mean in means.items()}, "bits/dim")
