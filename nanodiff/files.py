@@ -191,7 +191,7 @@ def reading(path: str | Path, fault: str = "is damaged or truncated"):
             raise UserError(f"no such file: {error.filename or path}") from None
         if isinstance(error, OSError):
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-        with suppress(OSError), open(path, "rb") as file:
+        with suppress(OSError, TypeError), open(path, "rb") as file:  # TypeError: an array
             if file.read(30).startswith(b"version https://git-lfs"):
                 raise UserError(f"{path} is only git-lfs's pointer to the file; get it by: git lfs pull") from None
         if isinstance(error, UserError):

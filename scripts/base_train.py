@@ -296,6 +296,7 @@ config |= {name: globals()[name] for name in config}  # with what was derived
 refuse_useless(config, codec.data, droppable(model_config), checkpoint)
 step = start_step = meta["step"] if checkpoint else 0
 if checkpoint:
+    check_same_data(meta["data"], codec.data, model_tag)
     check_settings(checkpoint, meta, config)
 num_iterations = num_iterations or step  # 0: train nothing
 
@@ -349,7 +350,6 @@ passes = {"ralston": 6, "heun": 4}.get(sampler, 2) * sample_steps  # network cal
 costs = [(eval_every, 2 * eval_images), (sample_every, 64 * passes), (fid_every, fid_images * passes)]
 meter = Meter(process, device, compute_dtype, costs, loop_state)
 if checkpoint:
-    check_same_data(meta["data"], codec.data, model_tag)
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))
     ema.load_state_dict({path.stem: load_safetensors(path)[0] for path in checkpoint.glob("ema_*.safetensors")})

@@ -24,7 +24,6 @@ minutes = 60.0  # > 0: of the whole run, from its start to its last grid
 ranks = 1  # >= 1: GPUs or, on a CPU, processes
 
 WHOLE = 8  # tokens per parameter; sizes that got as many reached the lowest loss in their time (runs/LOG.md, 7)
-SHALLOW = 4  # a shallower model gets larger patches, as in runs/cifar10_cpu.py: fewer tokens, so more blocks
 MOST_EPOCHS = 400  # 480 icons, depth 3: better than 100; at 600 of 104 icons 7% are copies (runs/LOG.md, 30)
 NUM_CHECKS = 4  # validations and grids of a run
 IMAGES_PER_CHECK = 4000  # trained on in the time one takes
@@ -39,9 +38,8 @@ print0(f"{data}: {num_images:,} images, {minutes:g} minutes, --ranks={ranks}; ad
 timed_batch = ranks * (256 if torch.cuda.is_available() else 32)
 rows = {}
 depth = 4
-patch = 0  # base_train's choice
-while (depth, patch) not in rows:
-    arguments = f"--data={shlex.quote(data)} --depth={depth} --patch_size={patch} --total_batch_size={timed_batch}"
+while depth not in rows:
+    arguments = f"--data={shlex.quote(data)} --depth={depth} --total_batch_size={timed_batch}"
     try:
         turn = take_turn(arguments, 5, ranks)
     except UserError as error:
@@ -71,11 +69,9 @@ while (depth, patch) not in rows:
     if not rows:
         print0(table_head(row))
     print0(table_line(row))
-    rows[depth, patch] = row
+    rows[depth] = row
     # Parameters and the time of an image each grow with about the cube of the depth
     depth = min(max(1, int(depth * (row["tokens/parameter"] / WHOLE) ** (1 / 6))), 2 * depth)
-    if depth < SHALLOW and patch == 0 and tokens % 4 == 0:
-        patch = 2 * row["patch"]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Advice, and the command
@@ -90,6 +86,5 @@ launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "
 every = math.ceil(best["steps"] / NUM_CHECKS)
 print0(
     f"{launcher} -m scripts.base_train --data={shlex.quote(data)} --depth={best['depth']} "
-    f"--patch_size={best['patch']} --num_iterations={best['steps']} --total_batch_size={best['batch']} "
-    f"--eval_every={every} --sample_every={every}"
+    f"--num_iterations={best['steps']} --total_batch_size={best['batch']} --eval_every={every} --sample_every={every}"
 )

@@ -120,15 +120,17 @@ def test_timestep_embedding_tells_fractions_apart():
 
 
 @pytest.mark.parametrize(
-    "size, patch",
+    "size, patch, shallow",
     [
-        (16, 2),
-        (100, 5),
-        (250, 10),
-        (512, 32),
+        (16, 2, 2),
+        (28, 2, 2),
+        (32, 2, 4),
+        (100, 5, 10),
+        (250, 10, 25),
+        (512, 32, 64),
     ],
 )
-def test_from_depth(size, patch):
+def test_from_depth(size, patch, shallow):
     channels = dict(in_channels=3, out_channels=3, num_classes=10)
     config = DiTConfig.from_depth(12, size, **channels)
     assert config.width == 768
@@ -138,6 +140,8 @@ def test_from_depth(size, patch):
     assert config.mlp_hidden == 2048  # 8/3 of the width
     assert DiTConfig.from_depth(4, size, **channels).mlp_hidden % 64 == 0
     assert DiTConfig.from_depth(12, size, **channels, block="classic").mlp_hidden == 4 * 768
+    assert DiTConfig.from_depth(5, size, **channels).patch_size == shallow
+    assert DiTConfig.from_depth(6, size, **channels).patch_size == patch
     for n in range(size, size + 99):
         patch_size = DiTConfig.from_depth(1, n, **channels).patch_size
         assert n % patch_size == 0

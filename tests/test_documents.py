@@ -310,12 +310,12 @@ def test_the_readmes_change_of_a_sampler_draws_mirrored_images(monkeypatch):
 
 
 def test_the_dials_table_follows_from_the_dial_and_the_log():
-    """README: parameters by depth, images seen, time and price at the logged speed, memory."""
+    """README: parameters by depth, images needed, time and price at the logged speed, memory."""
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
     assert [depth for depth, _ in rows] == ["4", "6", "12"]
     for depth, row in rows:
-        parameters, needed, seen, whole, memory = row.split(" | ")
+        parameters, needed, whole, memory = row.split(" | ")
         config = DiTConfig.from_depth(int(depth), 32, in_channels=3, out_channels=3, num_classes=10)
         with torch.device("meta"):
             model = DiT(config)
@@ -323,14 +323,14 @@ def test_the_dials_table_follows_from_the_dial_and_the_log():
         unit = {"M": 1e6, "B": 1e9}[parameters[-1]]
         assert float(parameters[:-1]) == pytest.approx(num_params / unit, rel=0.01)
         images = 12 * num_params / config.num_tokens
-        unit = 1e6 if "M" in seen else 1
-        assert unit * float(seen.strip("M").replace(",", "")) == pytest.approx(images, rel=0.01)
-        assert int(needed.replace(",", "")) == pytest.approx(images / 100, rel=0.02)  # a hundred epochs
+        needed, epochs = re.fullmatch(r"([\d,]+) \((\d+)\)", needed).groups()
+        assert int(needed.replace(",", "")) == pytest.approx(images / int(epochs), rel=0.02)
         if depth == "4":
-            cpu_log = (RUNS / "records" / "cifar10_d4_b0d3707.txt").read_text()
+            cpu_log = (RUNS / "records" / "cifar10_d4_c1bcb5c.txt").read_text()
             minutes, gib = re.search(r"in (\S+) minutes of training, (\S+) GiB of memory at the peak", cpu_log).groups()
             assert whole == f"two CPU cores: {float(minutes):.0f} minutes"
             assert memory == f"{gib} GiB (64)"
+            assert f"learned this\nin {float(minutes):.0f} minutes on two CPU cores" in (ROOT / "README.md").read_text()
             assert "128 images (64 x 1 devices" in cpu_log
             continue
         measured, at_once = re.fullmatch(r"(\d+) GiB \((\d+)\)", memory).groups()

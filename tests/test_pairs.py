@@ -200,6 +200,8 @@ def test_samples_take_second_images_of_files(base, run_script, draw, tmp_path, c
     np.savez(tmp_path / "file.npz", (given > 99).astype(np.uint8).transpose(0, 2, 3, 1))
     draw(*some, f"--pairs={tmp_path / 'file.npz'}")
     assert "file.npz' holds no value above 63 of 255" in capsys.readouterr().out
+    np.savez(tmp_path / "file.npz", given.transpose(0, 2, 3, 1).repeat(3, 3))
+    refused("has 3 channels", draw, *some, f"--pairs={tmp_path / 'file.npz'}")
     (tmp_path / "second").mkdir()
     Image.fromarray(given[0, 0]).save(tmp_path / "second" / "a.png")
     (tmp_path / "second" / "b.png").write_bytes(b"")

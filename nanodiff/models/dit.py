@@ -40,7 +40,7 @@ class DiTConfig(Conditioned):
     flow_map: int = 0  # the first block, from 1, that also sees h, the time to jump; 0 = none
 
     def __post_init__(self):
-        if self.patch_size < 1 or self.image_size % self.patch_size:
+        if self.image_size % self.patch_size:
             raise UserError(f"patch_size={self.patch_size}; accepted: a divisor of image_size={self.image_size}")
         unit = 4 * self.heads
         if self.width % unit:
@@ -53,21 +53,20 @@ class DiTConfig(Conditioned):
         image_size: int,
         heads: int = 0,
         # Only arch=dit|dit_classic
-        patch_size: int = 0,  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for
-        #                       32, 64, 128 px
+        patch_size: int = 0,  # >= 0: side of a token in pixels or latents; 0 = size / 16, or size / 8 below depth 6;
+        #                       at least 2
         width: int = 0,  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
         **fields,
     ):
-        """The one dial: width = 64 * depth, a head per 64 of width but at least 4, about 256 tokens. Depth 12 is DiT-B.
+        """The one dial: width = 64 * depth, a head per 64 of width but at least 4. Depth 12 is DiT-B.
 
-        If image_size // 16 does not divide image_size, the patch is the divisor nearest to 16 tokens per side that
-        leaves 8 or more.
+        About 256 tokens; below depth 6, where the time is short, 64, as more images then pay more than finer tokens
+        (runs/LOG.md, 7). The patch is the divisor of image_size nearest to that which leaves 8 tokens per side or more.
         """
         if not patch_size:
-            patch_size = max(2, image_size // 16)
-            if image_size % patch_size:
-                divisors = [p for p in range(1, max(2, image_size // 8 + 1)) if image_size % p == 0]
-                patch_size = min(divisors, key=lambda p: abs(math.log(image_size / p / 16)))
+            side = 16 if depth > 5 else 8
+            patches = [p for p in range(2, max(3, image_size // 8 + 1)) if image_size % p == 0] or [1]
+            patch_size = min(patches, key=lambda p: abs(math.log(image_size / p / side)))
         width = width or 64 * depth
         heads = heads or max(4, width // 64)
         return cls(image_size, patch_size=patch_size, width=width, depth=depth, heads=heads, **fields)
