@@ -74,7 +74,7 @@ lr = 0.0  # >= 0: AdamW's learning rate, for all but the blocks' matrices (muon_
 flip = False  # mirror half of the images left-right
 eval_every = 250  # >= -1: steps between validation losses, from 0 on; in every cadence 0 = only at the end, -1 = never
 sample_every = 250  # >= -1: steps between grids of samples
-cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
+cfg_scale = 1.5  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with the same settings;

@@ -323,7 +323,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_log():
         unit = {"M": 1e6, "B": 1e9}[parameters[-1]]
         assert float(parameters[:-1]) == pytest.approx(num_params / unit, rel=0.01)
         images = 12 * num_params / config.num_tokens
-        needed, epochs = re.fullmatch(r"([\d,]+) \((\d+)\)", needed).groups()
+        needed, epochs = re.fullmatch(r"([\d,]+) \((\d+) passes\)", needed).groups()
         assert int(needed.replace(",", "")) == pytest.approx(images / int(epochs), rel=0.02)
         if depth == "4":
             cpu_log = (RUNS / "records" / "cifar10_d4_c1bcb5c.txt").read_text()

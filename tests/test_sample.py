@@ -441,14 +441,14 @@ def test_the_published_cascade(draw, tmp_path):
 def test_meta_files(draw, tmp_path):
     meta_file(tmp_path / "dit.pt", width=64, heads=4)
     own = settings_for(load_run(f"{tmp_path / 'dit.pt'},heads=4", "cpu")).named
-    assert own == {"sampler": "ddim", "steps": 50, "cfg_scale": 2, "cfg_interval": "0,1"}  # a file has no settings
+    assert own == {"sampler": "ddim", "steps": 50, "cfg_scale": 1.5, "cfg_interval": "0,1"}  # a file has no settings
     some = (f"--model={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
     refused("it is not known which autoencoder made these latents; samples need --autoencoder=PATH", draw, *some)
     vae = make_autoencoder(tmp_path / "vae", latent_channels=4)
     images, labels, protocol = draw(*some, f"--autoencoder={vae}")
     assert images.shape == (6, 32, 32, 3)
     assert labels.tolist() == [0, 1, 2, 3, 4, 0]
-    assert protocol["cfg_scale"] == 2
+    assert protocol["cfg_scale"] == 1.5
 
 
 def test_improved_diffusion_files_that_need_to_be_told(draw, run_script, tmp_path):

@@ -60,10 +60,10 @@ def settings_for(loaded, **overrides) -> SampleSettings:
     options = SimpleNamespace(**vars(defaults) | overrides)
     changes = {name: value for name, value in overrides.items() if value != getattr(defaults, name, value)}
     process = loaded.process
-    run = {  # a published file has no such settings: 50 steps (33 of ralston), guidance 2
+    run = {  # a published file has no such settings: 50 steps (33 of ralston), guidance 1.5
         "sample_steps": min(50, getattr(process, "num_timesteps", 33)),
         "sampler": "auto",
-        "cfg_scale": 2.0,
+        "cfg_scale": 1.5,
         "cfg_interval": "0,1",
     }
     run |= loaded.config | changes
