@@ -283,14 +283,14 @@ def configure(globals_: dict, argv: list[str] | None = None, fallback=None, modu
             raise ValueError(
                 f"this locale reads names as {sys.getfilesystemencoding()}; accepted: utf-8, such as by PYTHONUTF8=1"
             )
-        given = set()  # on the command line; that it replaces a preset's is no surprise
+        typed_names = set()  # on the command line; that it replaces a preset's is no surprise
         for arg in argv:
             values = read_argument(settings, arg)
-            for name in given & values.keys():
+            for name in typed_names & values.keys():
                 if is_first:
                     print(f"{name} is given again by {arg}: the last one counts")
             if arg.startswith("--"):
-                given |= values.keys()
+                typed_names |= values.keys()
             config.overrides |= values
         config |= config.overrides
         if fallback:

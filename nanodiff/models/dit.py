@@ -60,8 +60,8 @@ class DiTConfig(Conditioned):
     ):
         """The one dial: width = 64 * depth, a head per 64 of width but at least 4. Depth 12 is DiT-B.
 
-        About 256 tokens; below depth 6, where the time is short, 64, as more images then pay more than finer tokens
-        (runs/LOG.md, 7). The patch is the divisor of image_size nearest to that which leaves 8 tokens per side or more.
+        About 256 tokens; below depth 6 about 64: in short runs images pay more than finer tokens (runs/LOG.md, 7).
+        The patch is the nearest divisor of image_size that leaves at least 8 tokens per side.
         """
         if not patch_size:
             side = 16 if depth > 5 else 8
