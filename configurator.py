@@ -131,7 +131,7 @@ def check(settings: Settings, name: str, value, place: str = ""):
         near = ALIASES.get(word)
         if near not in settings:
             near = nearest(word, settings)
-            for file in [*ROOT.glob("scripts/*.py"), *ROOT.glob("nanodiff/sampling/settings.py")]:
+            for file in [*ROOT.glob("scripts/*.py"), ROOT / "nanodiff/sampling/settings.py"]:
                 source, _, _ = file.read_text(encoding="utf-8").partition("configure(globals()")
                 if f"\n{name} = " in source:
                     near += f"; {file.stem.replace('settings', 'sample')} has it"

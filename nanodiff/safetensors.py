@@ -46,8 +46,8 @@ def fingerprint(tensors: Tensors) -> str:
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
-    # flatten: a 0-dim tensor has no view as bytes
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    # ravel, which is contiguous: a 0-dim tensor has no view as bytes
+    return tensor.detach().cpu().ravel().view(torch.uint8).numpy()
 
 
 def save_safetensors(
@@ -72,8 +72,7 @@ def save_safetensors(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % 64)  # on some CPUs a product's rounding depends on its factors' alignment
     with writing(Path(path), manifest) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             file.write(as_bytes(tensors[name]))
 

@@ -190,13 +190,16 @@ else:
         shape = dataset.channels, dataset.resolution, dataset.resolution
         if image_set.shape != shape and image_set.shape[1:] not in dataset.buckets:
             raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {image_set.shape}")
-        label_names = [names[k] if names else str(k) for k in labels]  # prepare_data takes numbers as names
-        if has_classes and {*label_names} <= {*dataset.class_names}:  # number the classes as the data set does
-            labels = np.array([*map(dataset.class_names.index, label_names)])
-        elif has_classes and names:
-            labels = np.array(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
-        elif has_classes and labels.max() >= dataset.num_classes:
-            raise UserError(f"{source} has class {labels.max()}, data={name!r} {dataset.num_classes} classes, from 0")
+        if has_classes:  # number the classes as the data set does
+            label_names = [names[k] if names else str(k) for k in labels]  # prepare_data takes numbers as names
+            if {*label_names} <= {*dataset.class_names}:
+                labels = np.array([*map(dataset.class_names.index, label_names)])
+            elif names:
+                labels = np.array(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
+            elif labels.max() >= dataset.num_classes:
+                raise UserError(
+                    f"{source} has class {labels.max()}, data={name!r} {dataset.num_classes} classes, from 0"
+                )
 
     if metric != "well_formed":
         network = metrics.load_network(metric, name, device, judge)

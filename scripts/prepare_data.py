@@ -114,8 +114,9 @@ if classes:  # keep only images of these, numbered 0, 1, ... in the source's ord
 
     numbers = sorted({*parse_classes(classes, class_names)})
     class_names = [class_names[number] for number in numbers]
-    items = images_in.items
-    images_in.items = (item._replace(label=numbers.index(item.label)) for item in items if item.label in numbers)
+    images_in.items = (
+        item._replace(label=numbers.index(item.label)) for item in images_in.items if item.label in numbers
+    )
 plan = config | {
     "parts": 4,  # another number whenever make_tasks cuts differently
     "workers": 0,  # the parts do not depend on their number

@@ -40,8 +40,7 @@ def make_codec(
     if data.kind == "latents" or autoencoder:
         from nanodiff.data.latents import latents_of  # a lazy import: pixels need no autoencoder
 
-        info = data.latents or latents
-        info = dict(latents_of(replace(data, latents=info), autoencoder))
+        info = dict(data.latents or latents or latents_of(data, autoencoder))
         if not source_data and "mean" in info:
             info["offset"] = info.pop("mean")
             info["scale"] = info.pop("std")

@@ -24,8 +24,8 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
     its rounds swaps the halves of a number's bits and mixes one of them. Results >= num are permuted again.
     """
     bits = int(num - 1).bit_length()
-    half = np.uint64(max(1, (bits + 1) // 2))
-    low = np.uint64(2 ** int(half) - 1)
+    half = max(1, (bits + 1) // 2)
+    low = 2**half - 1
     keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
     result = np.array(positions, np.uint64)
     rest = np.arange(len(result))
@@ -33,9 +33,9 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
         upper = result[rest] >> half
         lower = result[rest] & low
         for k in keys:
-            mix = (lower ^ k) * np.uint64(0x9E3779B97F4A7C15)
-            mix = (mix ^ mix >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
-            upper, lower = lower, upper ^ (mix >> np.uint64(32) & low)
+            mix = (lower ^ k) * 0x9E3779B97F4A7C15
+            mix = (mix ^ mix >> 32) * 0xD6E8FEB86659FD93
+            upper, lower = lower, upper ^ (mix >> 32 & low)
         result[rest] = upper << half | lower
         rest = rest[result[rest] >= num]
     return result.astype(np.int64)
@@ -106,7 +106,7 @@ class DataLoader:
         epochs, offsets = np.divmod(positions, len(bucket))
         parts = []
         for epoch in np.unique(epochs):
-            key = (self.seed, int(epoch), number)
+            key = (self.seed, epoch, number)
             parts.append(shuffled(offsets[epochs == epoch], len(bucket), key))
         return bucket.start + np.concatenate(parts)
 
@@ -130,7 +130,7 @@ class DataLoader:
         place = step - past_batches.sum()  # among this epoch's batches
         number = order[place]
         count = past_batches[number] + np.count_nonzero(order[:place] == number)
-        return int(number), int(count)
+        return number, count
 
     def _read_ahead(self) -> None:
         task = self._thread.submit(self._read, next(self._numbers))

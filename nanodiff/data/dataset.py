@@ -236,7 +236,7 @@ def match_labels(
 def same_order(names: list[str], vocabulary: list[str]) -> bool:
     """Are there as many classes, and does one side call them "0", "1", ...?"""
     numbers = [*map(str, range(len(names)))]
-    return len(names) == len(vocabulary) and numbers in ([*names], [*vocabulary])
+    return len(names) == len(vocabulary) and numbers in (names, vocabulary)
 
 
 def open_dataset(
@@ -280,8 +280,7 @@ def make_shapes(name: str) -> None:
 
 def files_of(part: dict) -> list[dict]:
     """The entries in meta.json of a split's files."""
-    rows = [part.get(key) for key in FILES.values()]
-    return part["shards"] + [entry for entry in rows if entry]
+    return part["shards"] + [part[key] for key in FILES.values() if part.get(key)]
 
 
 def json_hash(value) -> str:
@@ -469,15 +468,12 @@ class DatasetWriter:
                 "labels": None,
                 "shards": shards,
             }
-            rows = {}
             for name in conditions[0]:
-                rows[name] = [cond[name] for cond in conditions]
+                rows = [cond[name] for cond in conditions]
                 file = self.folder / f"{split}_{FILES[name]}.npy"
-                entry[FILES[name]] = write_npy(file, np.concatenate(rows[name]))
-            if split == "train":
-                for name in NUMBERS.keys() & rows:
-                    if name not in self.meta:  # a set of latents copies its image set's
-                        self.meta[name] = statistics(rows[name])
+                entry[FILES[name]] = write_npy(file, np.concatenate(rows))
+                if split == "train" and name in NUMBERS and name not in self.meta:  # latents copy their image set's
+                    self.meta[name] = statistics(rows)
             self.meta["splits"][split] = entry
         meta = {"format": FORMAT, **self.meta}
         write_json(self.folder / "meta.json", meta | {"sha256": json_hash(meta)})

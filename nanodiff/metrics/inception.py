@@ -80,9 +80,11 @@ def conv_bn_relu(
     stride: int = 1,
     padding="same",
 ) -> nn.Sequential:
-    conv = nn.Conv2d(n_in, n_out, kernel, stride, padding, bias=False)
-    bn = nn.BatchNorm2d(n_out, eps=1e-3)
-    layers = OrderedDict(conv=conv, bn=bn, relu=nn.ReLU(inplace=True))
+    layers = OrderedDict(
+        conv=nn.Conv2d(n_in, n_out, kernel, stride, padding, bias=False),
+        bn=nn.BatchNorm2d(n_out, eps=1e-3),
+        relu=nn.ReLU(inplace=True),
+    )
     return nn.Sequential(layers)
 
 

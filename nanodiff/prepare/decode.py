@@ -175,8 +175,7 @@ def decode(
         x, scaling_notes = decode(x.astype(np.float32), sizes, (), scaling)
         return x.clip(-1, 1).astype(np.float16), notes + scaling_notes  # bicubic scaling goes beyond
     if isinstance(payload, np.ndarray):
-        height, width, _ = payload.shape
-        if not sizes or (height, width) in sizes:
+        if not sizes or payload.shape[:2] in sizes:
             return payload.transpose(2, 0, 1), notes
         images = [import_pillow().fromarray(plane) for plane in payload.transpose(2, 0, 1)]
     else:

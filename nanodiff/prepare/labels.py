@@ -105,7 +105,7 @@ def read_table(table: dict, payload: str | bytes, origin: str, options, folder: 
             elif isinstance(rows, dict):
                 rows = [{"file": file, **row} for file, row in rows.items()]
         for number, row in enumerate(rows, 1):
-            values = list(row.values())
+            values = row.values()
             if not any(values):
                 continue
             file = pick(row, options.file_column, FILE_COLUMNS, used)

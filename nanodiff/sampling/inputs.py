@@ -46,9 +46,9 @@ def open_inputs(samples, options: dict[str, str], source: str) -> None:
             raise UserError(f"{source} names no data set to take {setting} from; give --{setting}=FILE")
 
 
-def from_file(read: Callable, place: str, array: np.ndarray, labels: np.ndarray | None = None) -> Inputs:
-    """Inputs from a file with these rows and labels (n,)."""
-    return Inputs(read, {(1, 1): range(len(array))}, labels, with_hash(place, array, labels))
+def from_file(read: Callable, place: str, labels: np.ndarray | None, *arrays: np.ndarray) -> Inputs:
+    """Inputs from a file with these labels (n,) and rows; several arrays are of the same rows, at different sizes."""
+    return Inputs(read, {(1, 1): range(len(arrays[0]))}, labels, with_hash(place, *arrays, labels))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,8 +77,7 @@ def read_pairs(place: str, samples) -> Inputs:
         return to_model_range(torch.from_numpy(views(shape)[rows]))
 
     shapes = [samples.size] if samples.size else codec.shapes
-    description = with_hash(place, *map(views, shapes), labels)
-    return Inputs(read, {(1, 1): range(len(items))}, labels, description)
+    return from_file(read, place, labels, *map(views, shapes))
 
 
 def read_low_res(place: str, samples) -> Inputs:
@@ -102,7 +101,7 @@ def read_low_res(place: str, samples) -> Inputs:
             return x
         return made_from(x, config)["low_res"]
 
-    return from_file(read, place, images, labels)
+    return from_file(read, place, labels, images)
 
 
 def read_number_file(name: str, place: str, samples) -> Inputs:
@@ -115,7 +114,7 @@ def read_number_file(name: str, place: str, samples) -> Inputs:
         raise UserError(f"{name}={place!r} holds NaN or infinity")
     note_classes(name, place, samples)
     rows = from_stored({name: np.array(array)}, samples.codec.data)[name]
-    return from_file(lambda numbers, shape: rows[numbers], place, array)
+    return from_file(lambda numbers, shape: rows[numbers], place, None, array)
 
 
 # The reader of each condition that can come from a file

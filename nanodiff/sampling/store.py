@@ -71,7 +71,7 @@ class SampleStore:
         first = self.read(0)
         with open(raw, "wb") as file:
             for k in range(len(self.parts)):
-                file.write(np.ascontiguousarray(self.read(k)).data)
+                file.write(self.read(k).tobytes())
         images = np.memmap(raw, first.dtype, "r", shape=(len(labels), *first.shape[1:]))
         with writing(self.output) as file:
             np.savez(file, arr_0=images, arr_1=labels, labels=labels, protocol=self.protocol)

@@ -262,12 +262,13 @@ def compare_loss(run: Run) -> str:
     line = ""
     for recipe in read_json(LOSSES)["recipes"]:
         if recipe["settings"].items() <= facts.items():
-            for step, target in recipe["losses"].items():
-                near = {i: loss for i, loss in losses.items() if 0.95 * int(step) <= i <= 1.05 * int(step)}
-                if max(near, default=0) >= int(step):
+            for text, target in recipe["losses"].items():
+                step = int(text)
+                near = {i: loss for i, loss in losses.items() if 0.95 * step <= i <= 1.05 * step}
+                if max(near, default=0) >= step:
                     mean = sum(near.values()) / len(near)
                     limits = f"{target - LOSS_SPREAD:.3f} to {target + LOSS_SPREAD:.3f}"
-                    line = f"{mean:.3f} at step {int(step):,}; expected {limits} by this recipe"
+                    line = f"{mean:.3f} at step {step:,}; expected {limits} by this recipe"
     return line
 
 
