@@ -6,12 +6,11 @@ block, and TensorFlow 1's resize. Other weights or another resize give figures t
 
 import re
 from collections import OrderedDict, defaultdict
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from nanodiff.common import Tensors, UserError, base_dir, is_first_rank
+from nanodiff.common import Tensors, UserError, at, base_dir, is_first_rank
 from nanodiff.dist import wait_for_first_rank
 from nanodiff.files import download, load_tensors, sha256_of
 from nanodiff.metrics.network import Network
@@ -126,7 +125,7 @@ def load_inception(path: str, device) -> Inception:
     if not path and is_first_rank() and not default.exists():
         download(URL, default, NUM_BYTES, SHA256, f"get the file elsewhere and save it as {default}")
     wait_for_first_rank()
-    path = Path(path or default)
+    path = at(path or default)
     weights = load_tensors(path)
     if sha256_of(path) != SHA256:
         raise UserError(f"{path} is not the published file of Inception's weights, {URL}")
