@@ -56,7 +56,7 @@ samples = ""  # images to measure instead of the run's: an .npz as scripts/sampl
 # Steps, sampler and guidance are by default those of the run's own grids
 sampler = "auto"  # {SAMPLERS}, or several, comma-separated; auto = the run's
 steps = "0"  # steps of the sampler, or several numbers, comma-separated; 0 = the run's, for a published file 50 or 33
-cfg_scale = -1.0  # -1 or [0, 100]: classifier-free guidance; 1 = none; -1 = the run's, 2 for a published file
+cfg_scale = -1.0  # -1 or [0, 100]: classifier-free guidance; 1 = none; -1 = the run's, 1.5 for a published file
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 # Only metric=fid|fd_classifier|fd_simclr
@@ -188,7 +188,8 @@ else:
         if metric == "well_formed" and dataset.name not in SHAPES:
             raise UserError(f"metric=well_formed: data={dataset.name!r}; accepted: {', '.join(SHAPES)}")
         shape = dataset.channels, dataset.resolution, dataset.resolution
-        if image_set.shape != shape and image_set.shape[1:] not in dataset.buckets:
+        accepted = [shape, *((dataset.channels, *size) for size in dataset.buckets)]
+        if image_set.shape not in accepted:
             raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {image_set.shape}")
         if has_classes:  # number the classes as the data set does
             label_names = [names[k] if names else str(k) for k in labels]  # prepare_data takes numbers as names

@@ -15,6 +15,7 @@ from image_helpers import archive, noise, prepare, report, write
 
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.png import encode_png
+from nanodiff.prepare.containers import open_pattern
 from nanodiff.prepare.sources import Options, open_source
 
 pytestmark = pytest.mark.usefixtures("base")
@@ -112,6 +113,13 @@ def test_the_same_sixty_images_make_equal_bytes_however_they_are_packed(tmp_path
         numbers = [drawn.index(image.tobytes()) for image in stored]
         assert data.class_names == [str(i) for i in range(12)]
         assert data.labels(range(num)).tolist() == [int(LABELS[i]) for i in numbers]
+
+
+def test_a_tar_named_like_a_pattern_is_that_tar(tmp_path):
+    for name in ("s[1].tar", "s1.tar"):
+        tarfile.open(tmp_path / name, "w").close()
+    paths, _ = open_pattern(tmp_path / "s[1].tar")
+    assert paths == [str(tmp_path / "s[1].tar")]
 
 
 @pytest.mark.parametrize("kind", ["folder", "0.tar", ""])

@@ -16,7 +16,7 @@ from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.png import encode_png
 from nanodiff.prepare.decode import Item, decode
 from nanodiff.sampling.draw import StartImages
-from nanodiff.sampling.inputs import decoded_items, read_mask, start_from
+from nanodiff.sampling.inputs import decoded_items, open_images, read_mask, start_from
 
 SAMPLERS = [("flow", name) for name in FlowMatching.samplers]
 SAMPLERS += [("eps", name) for name in GaussianDiffusion.samplers]
@@ -68,6 +68,15 @@ def test_what_given_images_lose_is_counted(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "a.gif: first of several frames: 1 image\n" in out
     assert "a.gif: enlarged, as smaller than the resolution: 1 image\n" in out
+
+
+@pytest.mark.parametrize("names", [("a/x/1", "a/y/2", "b/z/3"), ("train/cat/4", "val/dog/5")])
+def test_a_folder_of_given_images_needs_no_classes(tmp_path, names):
+    for name in names:
+        file = tmp_path / f"{name}.png"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(encode_png(np.full((8, 8, 3), int(file.stem), np.uint8)))
+    assert len([*open_images("from_images", str(tmp_path)).items]) == len(names)
 
 
 def test_a_mask_is_cropped_as_its_picture_is(tmp_path, capsys):

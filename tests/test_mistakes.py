@@ -39,6 +39,8 @@ def place(made, tmp_path_factory):
         make_data("unlabelled", class_names=())
         make_data("alone", class_names=(), val=0)
         np.savez(root / "s.npz", np.zeros((12, 16, 16, 3), np.uint8))
+        np.savez(root / "colourless.npz", np.zeros((12, 16, 16, 1), np.uint8))
+        np.savez(root / "noted.npz", arr_0=np.zeros((12, 16, 16, 3), np.uint8), protocol="ddim")
         np.savez(root / "small.npz", np.zeros((2, 8, 8, 3), np.uint8), [0, 8])
         np.save(root / "gray.npy", np.zeros((2, 8, 20), np.uint8))
         np.savez(root / "floats.npz", np.linspace(0, 1, 12 * 768).reshape(12, 16, 16, 3))
@@ -99,6 +101,8 @@ MISTAKES = [
     ((*EVAL, "--model=plain", "--metric=class_accuracy"), "class_accuracy"),
     ((*EVAL, "--model=flow", "--metric=bpd"), "bpd"),
     ((*EVAL, "--metric=fid", "--samples=s.npz", "--data=large"), "(3, 32, 32), s.npz (3, 16, 16)"),
+    ((*EVAL, "--metric=fid", "--samples=colourless.npz", "--data=tiny"), "(3, 16, 16), colourless.npz (1, 16, 16)"),
+    ((*EVAL, "--metric=fid", "--samples=noted.npz", "--data=tiny"), "noted.npz's protocol is damaged"),
     ((*EVAL, "--model=flow", "--metric=fid", "--samples=s.npz", "--data=tiny"), "model='flow' would do nothing"),
     ((*EVAL, "--model=flow", "--metric=fid", "--steps=5,x"), "steps='5,x'; accepted: a whole number"),
     ((*EVAL, "--model=flow", "--metric=fid", "--num_images=9"), "needs 10 images or more, got 9"),
@@ -121,6 +125,8 @@ MISTAKES = [
     ((*SAMPLE, "--num_images=257"), "num_images=257: a grid shows 256; --npz keeps more"),
     ((*SAMPLE, "--classes=ring,rig"), "classes: 'rig' is unknown; there are 8 classes; accepted: circle, ring"),
     ((*SAMPLE, "--model=plain", "--classes=1"), "classes: '1' is unknown; there are no classes"),
+    ((*SAMPLE, "--classes=ring\nbar"), "classes: 'ring bar' is unknown"),
+    ((*SAMPLE, "--autoencoder=vae"), "autoencoder='vae': the model is of images, not of latents"),
     ((*SAMPLE, "--out=."), "is a folder, or no PNG; accepted: the path of a file"),
     ((*SAMPLE, "--low_res=val"), "low_res='val' would do nothing: "),
     ((*SAMPLE, "--model=sr", "--low_res=odd.npz"), "(3, 8, 8) or (3, 16, 16)"),

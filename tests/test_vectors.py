@@ -77,9 +77,9 @@ def test_rows_of_a_file_have_no_classes_which_is_said(base, draw, run_script, tm
     some = ("--model=a", "--num_images=8", f"--vectors={tmp_path / 'rows.npy'}")
     _, labels, _ = draw(*some)
     assert labels.tolist() == [*range(8)]
-    assert "rows.npy' has no classes: samples take all classes in turn" in capsys.readouterr().out
+    assert "rows.npy' gives no classes: samples take all classes in turn" in capsys.readouterr().out
     draw(*some, "--classes=bar")
-    assert "has no classes" not in capsys.readouterr().out
+    assert "gives no classes" not in capsys.readouterr().out
 
 
 def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, draw, run_script, tmp_path):

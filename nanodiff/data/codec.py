@@ -64,6 +64,8 @@ def load_codec(data: DataInfo, device, autoencoder: str = "") -> Pixels:
 
     `autoencoder`: its path if it was moved, or if the model was published without one.
     """
+    if autoencoder and data.kind != "latents":
+        raise UserError(f"autoencoder={autoencoder!r}: the model is of {data.kind}, not of latents")
     if data.kind == "images":
         return Pixels(data, device)
     if data.kind == "arrays":

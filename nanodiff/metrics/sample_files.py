@@ -39,7 +39,8 @@ class Samples:
                     f"{path} holds {images.dtype} of shape {images.shape}; accepted: uint8 of shape (N, H, W, 1 or 3)"
                 )
             self._payloads = images
-            record = json.loads(protocol or "{}")
+            with reading(f"{path}'s protocol"):
+                record = dict(json.loads(protocol or "{}"))
             if record:
                 self.protocol["samples_protocol"] = record
             self.class_names = record.get("class_names")

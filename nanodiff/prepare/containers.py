@@ -117,7 +117,7 @@ def open_tars(tars: list[str]):
 
 def open_pattern(path: Path):
     """A tar, or all tars that a pattern such as shards/*.tar matches."""
-    return open_tars(sorted(glob.glob(str(path))) or [str(path)])
+    return open_tars([str(path)] if path.exists() else sorted(glob.glob(str(path))))
 
 
 def open_zip(path: Path):

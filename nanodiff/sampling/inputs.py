@@ -133,7 +133,8 @@ def open_images(setting: str, place: str, range: tuple | None = None) -> Source:
             f"{setting}={place!r} is missing, or none of these: "
             "an .npz file, a folder of images, an .npy, an image file"
         )
-    source = open_source(kind, str(path), Options(range=range))
+    labels = "none" if setting == "from_images" else "auto"
+    source = open_source(kind, str(path), Options(range=range, labels=labels))
     if "range" in source.meta and not range:
         raise UserError(f"{setting}={place!r} holds {source.meta['dtype']}; accepted: uint8")
     return source
@@ -141,7 +142,7 @@ def open_images(setting: str, place: str, range: tuple | None = None) -> Source:
 
 def note_classes(setting: str, place: str, samples) -> None:
     if samples.num_classes and not samples.classes:
-        print0(f"note: {setting}={place!r} has no classes: samples take all classes in turn")
+        print0(f"note: {setting}={place!r} gives no classes: samples take all classes in turn")
 
 
 def labelled_items(setting: str, place: str, samples):
@@ -193,8 +194,7 @@ def read_from_images(place: str, samples) -> np.ndarray:
     """The images of an .npz (arr_0), .npy, folder or file, scaled and cropped."""
     side = samples.codec.image_size
     source = open_images("from_images", place, samples.codec.data.range)
-    if source.class_names and samples.num_classes and not samples.classes:
-        print0(f"note: from_images={place!r} has classes, but samples take all in turn unless some are given")
+    note_classes("from_images", place, samples)
     return decoded_items("from_images", place, source.items, [(side, side)], source.meta.get("range"))
 
 

@@ -25,7 +25,7 @@ def parse_classes(classes: str, class_names: list[str]) -> list[int] | None:
         for number in range(len(class_names)):
             numbers.setdefault(str(number), number)
     result = []
-    for text in next(csv.reader([classes], skipinitialspace=True), ()):
+    for text in next(csv.reader([classes.replace("\n", " ")], skipinitialspace=True), ()):
         if text not in numbers:
             has = f"{len(class_names)} classes; accepted: {', '.join(numbers)[:200]}" if numbers else "no classes"
             raise UserError(f"classes: {text!r} is unknown; there are {has}")

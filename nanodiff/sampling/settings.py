@@ -23,7 +23,7 @@ steps = 0  # >= 0: steps of the sampler; 0 = the run's; for a published file 50,
 respacing = ""  # "250", "10,15,20" or "ddim50": which timesteps a Gaussian diffusion keeps; "" = steps evenly spaced
 eta = 0.0  # [0, 1]: noise of ddim; 1 = as much as ddpm
 # Guidance
-cfg_scale = -1.0  # -1 or [0, 100]: guidance away from the null class; 1 = none; -1 = the run's or 2
+cfg_scale = -1.0  # -1 or [0, 100]: guidance away from the null class; 1 = none; -1 = the run's or 1.5
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all of the image's
 # Computation
