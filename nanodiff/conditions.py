@@ -199,8 +199,9 @@ def statistics(parts: list[np.ndarray]) -> dict:
         count += len(tokens)
         total += tokens.sum(0)
         squares += (tokens**2).sum(0)
-    mean = total / max(count, 1)  # count is 0 if all sequences are empty
-    square = squares / max(count, 1)
+    count = max(count, 1)  # it is 0 if all sequences are empty
+    mean = total / count
+    square = squares / count
     variance = square - mean**2
     is_constant = variance <= 1e-14 * square  # float64's rounding error
     std = np.sqrt(np.where(is_constant, 1.0, variance))

@@ -435,7 +435,9 @@ while True:
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves
     validates = due(eval_every, first=0)  # step 0: what an untrained model gets
-    if step > evaluated_step and not stop_signal.is_stopping and (validates or due(fid_every) or due(sample_every)):
+    measures = due(fid_every)
+    draws = due(sample_every)
+    if step > evaluated_step and not stop_signal.is_stopping and (validates or measures or draws):
         evaluated_step = step
         figures = {}
         val_args = (process, val_set, codec, eval_images, device_batch_size, seed)
@@ -449,10 +451,10 @@ while True:
                 if validates:
                     figures["val/loss_ema"], by_t = validation_loss(raw_model, *val_args)  # averages lag
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t) if not math.isnan(q)}
-                if due(fid_every):
+                if measures:
                     qualities = measure_samples(raw_model, process, sample_settings, device_batch_size)
                     figures |= {f"val/{name}": value for name, value in qualities.items()}
-                if due(sample_every):  # the vibe check: the same noise and classes each time
+                if draws:  # the vibe check: the same noise and classes each time
                     image_set = val_set or train_set
                     grid = sample_grid(raw_model, process, image_set, codec, sample_settings, device_batch_size)
                     log.grid(grid, step)
@@ -461,7 +463,7 @@ while True:
         if figures:
             print0(log.evaluation(step, figures))
 
-    if ddp_rank == 0 and (leaving or validates or due(sample_every)):
+    if ddp_rank == 0 and (leaving or validates or draws):
         from nanodiff.web.report import refresh_report  # a lazy import
 
         report_due = refresh_report(run_dir, 0.0 if leaving else report_due)

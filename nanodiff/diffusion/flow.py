@@ -6,7 +6,6 @@ x_t = (1 - t) x0 + t noise, t in [0, 1]; the velocity v = dx_t/dt = noise - x0 i
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -88,7 +87,8 @@ def sde(velocity, x, t, t_next, generator):
 SAMPLERS = {"euler": euler, "heun": heun, "ralston": ralston, "sde": sde}
 
 
-class Training(NamedTuple):
+@dataclass
+class Training:
     """What a loss needs only in training."""
 
     progress: float  # fraction of the run completed

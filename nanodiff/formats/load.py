@@ -176,7 +176,6 @@ def find(name, **run_options):
 
 def read_file(path: Path, options: Settings):
     """Read (meta, tensors in fp32) from a file of weights or adapters. `options`: what a published file lacks."""
-    origin = {"path": path, "source": with_options(path, options)}
     tensors, metadata = read_tensors(path)
     fault = "describes no model of this version" if "model_config" in metadata else NO_MODEL
     with reading(path, fault):
@@ -192,7 +191,7 @@ def read_file(path: Path, options: Settings):
         tensors = {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
     if "sha256" in meta and meta["sha256"] != fingerprint(tensors):
         raise UserError(f"{path} is corrupt: its tensors do not match the SHA-256 in its metadata")
-    return meta | origin, tensors
+    return meta | {"path": path, "source": with_options(path, options)}, tensors
 
 
 def read(

@@ -171,8 +171,8 @@ def from_diffusers(
 
 def from_openai(
     state_dict: Tensors,
-    image_size: int = 0,
-    heads: int = 0,
+    image_size: int,
+    heads: int,
     num_heads_upsample: int = 0,
     **unused,
 ) -> tuple[UNetConfig, Tensors]:

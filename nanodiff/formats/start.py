@@ -75,12 +75,11 @@ def open_source(config: Settings, meta: dict, device):
     adapters. Only a teacher is put on `device`.
     """
     kind, _ = OBJECTIVES[config["objective"]]
-    device = device if kind.is_map else "cpu"
     source = None
     if kind.is_map or "lora" in meta or not meta:
         teacher = {"base": meta.get("teacher", config["init_from"]), "sha256": meta.get("teacher_sha256")}
         identifier = meta.get("lora", teacher)
-        source = load_run(identifier["base"], device)
+        source = load_run(identifier["base"], device if kind.is_map else "cpu")
         if identifier["sha256"] and identifier["sha256"] != identity(source)["sha256"]:
             raise UserError(f"{source.source} has other weights than when this run began")
     data = meta["data"] if meta else source.data
@@ -114,11 +113,11 @@ def start_from(
     for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # a new second image has no effect at first, either
         if name in weights:
             x = weights[name]
-            if x.shape != state[name].shape:
-                new.append(name)
             extra = state[name][:, x.shape[1] :]  # none, if both have a second image or neither
-            zeros = x.new_zeros(extra.shape)
-            weights[name] = torch.cat([x, zeros], dim=1)
+            if extra.numel():
+                new.append(name)
+                zeros = x.new_zeros(extra.shape)
+                weights[name] = torch.cat([x, zeros], dim=1)
     note = ""
     base_names = base.class_names
     if base_names:
@@ -185,8 +184,7 @@ def with_adapters(
     rows = range(len(base_names), len(class_names))
     add_lora(model, rank, alpha, targets, rows, config["seed"])
     print0(f"adapters: rank {rank}; new classes: {', '.join(new) or 'none'}")
-    lora = dict(rank=rank, alpha=alpha, targets=targets, classes=new)
-    return identity(base) | lora
+    return identity(base) | dict(rank=rank, alpha=alpha, targets=targets, classes=new)
 
 
 def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> None:

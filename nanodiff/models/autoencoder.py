@@ -96,11 +96,10 @@ class Attention(nn.Module):
 
 
 def middle(channels: int, groups: int) -> nn.Sequential:
-    block = lambda: ResnetBlock(channels, channels, groups)
     return nn.Sequential(
-        block(),
+        ResnetBlock(channels, channels, groups),
         Attention(channels, groups),
-        block(),
+        ResnetBlock(channels, channels, groups),
     )
 
 
@@ -233,27 +232,27 @@ class TinyAutoencoder(Autoencoder):
 # ---------------------------------------------------------------------------------------------------------------------
 # Weight files
 
-RENAMES = [  # from the names of CompVis, TAESD, diffusers, and diffusers before 0.18 (SD 1.5's VAE) to those above
-    (r"^first_stage_model\.", ""),  # in a whole SD checkpoint
-    (r"^decoder\.(\d+)", lambda m: f"decoder.{int(m[1]) - 1}"),  # TAESD counts the clamp of z as layer 0
-    (r"^(encoder|decoder)\.layers\.", r"\1."),
-    (r"^quant_conv\.", "encoder.quant_conv."),
-    (r"^post_quant_conv\.", "decoder.quant_conv."),
-    (r"\.(down|up)\.", r".\1_blocks."),
-    (r"_blocks\.(\d)\.(block|resnets)\.", r"_blocks.\1."),
-    (r"\.(down|up)sample(rs\.0)?\.conv\.", ".resample.1."),
-    (r"\.(mid\.block_1|mid_block\.resnets\.0)\.", ".middle.0."),
-    (r"\.(mid\.attn_1|mid_block\.attentions\.0)\.", ".middle.1."),
-    (r"\.(mid\.block_2|mid_block\.resnets\.1)\.", ".middle.2."),
-    (r"\.group_norm\.", ".norm."),
-    (r"\.(?:to_)?([qkv])(?:uery|ey|alue)?\.", r".\1."),
-    (r"\.(proj_attn|proj_out|to_out\.0)\.", ".out."),
-    (r"\.(nin|conv)_shortcut\.", ".shortcut."),
-    (r"\.norm([12])\.", r".layer\1.0."),
-    (r"\.conv([12])\.", r".layer\1.2."),
-    (r"\.(conv_)?norm_out\.", ".out.0."),
-    (r"\.conv_out\.", ".out.2."),
-]
+RENAMES = {  # from the names of CompVis, TAESD, diffusers, and diffusers before 0.18 (SD 1.5's VAE) to those above
+    r"^first_stage_model\.": "",  # in a whole SD checkpoint
+    r"^decoder\.(\d+)": lambda m: f"decoder.{int(m[1]) - 1}",  # TAESD counts the clamp of z as layer 0
+    r"^(encoder|decoder)\.layers\.": r"\1.",
+    r"^quant_conv\.": "encoder.quant_conv.",
+    r"^post_quant_conv\.": "decoder.quant_conv.",
+    r"\.(down|up)\.": r".\1_blocks.",
+    r"_blocks\.(\d)\.(block|resnets)\.": r"_blocks.\1.",
+    r"\.(down|up)sample(rs\.0)?\.conv\.": ".resample.1.",
+    r"\.(mid\.block_1|mid_block\.resnets\.0)\.": ".middle.0.",
+    r"\.(mid\.attn_1|mid_block\.attentions\.0)\.": ".middle.1.",
+    r"\.(mid\.block_2|mid_block\.resnets\.1)\.": ".middle.2.",
+    r"\.group_norm\.": ".norm.",
+    r"\.(?:to_)?([qkv])(?:uery|ey|alue)?\.": r".\1.",
+    r"\.(proj_attn|proj_out|to_out\.0)\.": ".out.",
+    r"\.(nin|conv)_shortcut\.": ".shortcut.",
+    r"\.norm([12])\.": r".layer\1.0.",
+    r"\.conv([12])\.": r".layer\1.2.",
+    r"\.(conv_)?norm_out\.": ".out.0.",
+    r"\.conv_out\.": ".out.2.",
+}
 
 
 def open_autoencoder(path: str | Path) -> Autoencoder:
@@ -303,7 +302,7 @@ def rename(weights: Tensors) -> Tensors:
     for name, w in weights.items():
         # CompVis counts the decoder's levels from the finest, diffusers from the coarsest
         name = re.sub(r"\.up\.(\d+)\.", lambda m: f".up.{finest - int(m[1])}.", name)
-        for pattern, new in RENAMES:
+        for pattern, new in RENAMES.items():
             name = re.sub(pattern, new, name)
         if ".middle.1." in name and w.ndim == 4:  # CompVis': 1x1 convolutions
             w = w.flatten(1)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from nanodiff.common import UserError, is_out_of_memory
 from nanodiff.conditions import some_conditions
-from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.diffusion.timesteps import uniform
 from nanodiff.dist import over_ranks
 
 # Fraction of a GPU's memory that the search may take; the rest is for the exchange of gradients and the optimizer
@@ -65,7 +65,7 @@ def largest_batch(model, process, shape: tuple, autocast, sizes: list[int]) -> i
     def try_batch(n):
         x0 = torch.randn(n, *shape, device=device)
         cond = some_conditions(model.config, n, device)
-        t, _ = make_timesteps("uniform", process).sample(torch.rand(n, device=device))
+        t, _ = uniform(torch.rand(n, device=device), process)
         with autocast:
             loss = process.losses(model, x0, t, x0, cond)["loss"]
         loss.mean().backward()

@@ -24,15 +24,7 @@ from nanodiff.common import UserError, base_dir, get_dist, print0
 from nanodiff.conditions import DataInfo
 from nanodiff.device import free_host_memory
 from nanodiff.dist import collective, from_first_rank, wait_for_first_rank
-from nanodiff.files import (
-    fsync,
-    lock_file,
-    publish_folder,
-    read_json,
-    why_corrupt,
-    write_json,
-    writing,
-)
+from nanodiff.files import fsync, lock_file, publish_folder, read_json, why_corrupt, write_json, writing
 from nanodiff.safetensors import described, save_safetensors
 
 

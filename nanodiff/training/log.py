@@ -105,8 +105,8 @@ class Meter:
             self.bar.__exit__()
         if is_first:
             print0(f"first step with images of {'x'.join(map(str, shape[1:]))}: {seconds:.1f} s")
-        if is_first and not log_now:
-            return
+            if not log_now:
+                return
         self.steps += 1
         self.seconds += seconds
         self.data_seconds += self.step_data_seconds
@@ -117,6 +117,7 @@ class Meter:
         Over all ranks: loss, loss_q0 to loss_q3 (by quarter of t), for Gaussian diffusion also mse, mse_q0 ..., vb,
         vb_q0 ...; loss_smooth. On this rank: dt_ms, data_ms (waiting for data), images_per_sec, mfu.
         """
+        state = self.loop_state
         dt_s = self.seconds / self.steps
         img_per_sec = total_batch_size / dt_s
         flops_per_sec = flops_per_image * img_per_sec / get_dist()[2]
@@ -127,7 +128,7 @@ class Meter:
             "step": step,
             "images_seen": step * total_batch_size,
             "total_training_flops": step * total_batch_size * flops_per_image,
-            "total_training_time_s": self.loop_state["train_time_s"],
+            "total_training_time_s": state["train_time_s"],
             "train/dt_ms": 1000 * dt_s,
             "train/data_ms": 1000 * self.data_seconds / self.steps,
             "train/images_per_sec": img_per_sec,
@@ -136,10 +137,10 @@ class Meter:
         }
         line |= self.mean_losses()
         if math.isfinite(line["train/loss"]):
-            self.loop_state["log_lines"] += 1
-            self.loop_state["running_loss"] += 0.1 * (line["train/loss"] - self.loop_state["running_loss"])
+            state["log_lines"] += 1
+            state["running_loss"] += 0.1 * (line["train/loss"] - state["running_loss"])
         # As nanochat's: a running mean over about ten lines, corrected for its start at 0
-        line["train/loss_smooth"] = self.loop_state["running_loss"] / (1 - 0.9 ** max(self.loop_state["log_lines"], 1))
+        line["train/loss_smooth"] = state["running_loss"] / (1 - 0.9 ** max(state["log_lines"], 1))
         self.restart()
         return line
 
@@ -191,13 +192,12 @@ def open_wandb(run: str, run_dir: Path, config: dict, run_id: str | None):
 def record(path: Path, run_info: dict, step: int) -> None:
     """Write config.json. A run that resumes with other settings appends them to its list "changes"."""
     past = run_info | {"changes": []}
-    last = run_info["config"]
     if step and path.exists():
         try:
             past |= read_json(path)
-            last = [past, *past["changes"]][-1]["config"]
         except UserError as error:
             print0(f"{error}: written anew")
+    last = [past, *past["changes"]][-1]["config"]
     now = {key: run_info[key] for key in ("config", "num_iterations", "environment")} | {"step": step}
     if last | {"resume": ""} != now["config"] | {"resume": ""}:
         past["changes"].append(now)

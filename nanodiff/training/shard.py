@@ -38,7 +38,7 @@ def plan_buffer(params, kind: str, world: int):
         return starts, share, [{(share,): [0, share]}] * world
 
     shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in params]  # a convolution is (out, rest)
-    places = {}  # number of the parameter: (rank, offset in its share)
+    places = [None] * len(params)  # (rank, offset in its share)
     ends = [0] * world
     batches = [{} for _ in range(world)]
     for i in sorted(range(len(params)), key=lambda i: (-sizes[i], shapes[i])):
@@ -49,7 +49,7 @@ def plan_buffer(params, kind: str, world: int):
         batch[1] += sizes[i]
         ends[rank] = batch[1]
     share = align(max(ends))
-    starts = [rank * share + offset for _, (rank, offset) in sorted(places.items())]
+    starts = [rank * share + offset for rank, offset in places]
     return starts, share, batches
 
 
