@@ -51,7 +51,7 @@ def take_turn(arguments: str, num_steps: int, ranks: int = 1) -> dict:
     data = base_dir() / "data"
     os.makedirs(data, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "data").symlink_to(data)
+        Path(folder, "data").symlink_to(data.absolute())
         environment = os.environ | {"NANODIFF_BASE_DIR": folder}
         start = time.monotonic()
         process = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)

@@ -25,7 +25,7 @@ from nanodiff.common import Progress, UserError, at, base_dir, count, get_dist, 
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.dist import from_first_rank, leave_together, over_ranks
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
-from nanodiff.formats.load import load_run
+from nanodiff.formats.load import find, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.prepare.containers import is_image
 from nanodiff.sampling.draw import in_words
@@ -102,7 +102,7 @@ protocol |= {
     "eta": eta,
     **(samples.start_images.description if samples.start_images else {}),
     "cfg_channels": cfg_channels or "all",
-    "lora": f"{lora}, SHA-256 {sha256_of(at(lora))}" if lora else "",
+    "lora": f"{lora}, SHA-256 {sha256_of(find(lora)[0])}" if lora else "",
     "lora_scale": lora_scale,
     "classes": classes or protocol["classes"],
     "class_names": loaded.class_names,

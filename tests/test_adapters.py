@@ -88,6 +88,8 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, draw):
     assert labels.tolist() == [*range(9)]
     by_file = ("--model=flow", f"--lora={file}", *asked)
     same, _, _ = draw(*by_file)
+    by_tag, _, _ = draw("--model=flow", "--lora=a", *asked)
+    assert np.array_equal(images, by_tag)
     other, _, _ = draw(*by_file, "--lora_scale=0")
     assert np.array_equal(images, same)
     assert not np.array_equal(images, other)

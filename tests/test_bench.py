@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from conftest import refused
+from conftest import ROOT, refused
 from tiny_runs import TIMELESS, make_data
 
 from scripts import bench
@@ -46,7 +46,10 @@ def test_arms_take_turns_and_the_first_is_the_measure(run_bench):
         assert row["step_ms"] == 5.5 + i
 
 
-def test_runs_of_base_train_and_the_table_or_the_first_error(run_bench):
+def test_runs_of_base_train_and_the_table_or_the_first_error(run_bench, base, monkeypatch):
+    monkeypatch.chdir(base.parent)
+    monkeypatch.setenv("NANODIFF_BASE_DIR", base.name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the runs, started here
     text = run_bench("--rounds=1", real=True)
     heads = next(line.split() for line in text.splitlines() if line.endswith("  what"))
     assert {"images_per_sec", "ratio", "first_step_s", "step_ms", "memory_gb"} <= {*heads}

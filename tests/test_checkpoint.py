@@ -164,6 +164,20 @@ def test_retention_counts_whole_checkpoints_only(tmp_path):
     assert steps(tmp_path) == [3, 4, 5]
 
 
+def test_a_checkpoint_that_adapters_need_stays(tmp_path):
+    """Whatever letters its run's name has."""
+    base = tmp_path / "größe"
+    adapted = tmp_path / "adapted"
+    base.mkdir()
+    adapted.mkdir()
+    save(base, 1)
+    meta = META | {"lora": {"base": "größe,step=1,ema=0.999"}}
+    save_checkpoint(adapted, 1, tensors(), meta)
+    for step in (2, 3):
+        save(base, step, keep=1)
+    assert steps(base) == [1, 3]
+
+
 def test_one_trainer_at_a_time(tmp_path):
     def hold():
         with lock_run(tmp_path / "run"):

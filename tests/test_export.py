@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import test_load
 import torch
 from conftest import refused
 from test_load import CLASSIC, CONFIG, UNET, UPSAMPLER, write_run
@@ -381,3 +382,9 @@ def test_a_unet_trained_here_in_openais_form(base, export, capsys):
 def test_what_a_form_cannot_hold_is_refused(base, export, model_config, objective, form, named):
     write_run(base, "a", model_config, objective=objective)
     refused(named, export, "a", f"--form={form}")
+
+
+def test_a_form_of_8_bit_images_does_not_take_arrays(base, export, monkeypatch):
+    monkeypatch.setattr(test_load, "DATA", test_load.DATA | {"kind": "arrays", "dtype": "float32", "range": [0, 5]})
+    write_run(base, "a", CLASSIC, objective="eps")
+    refused("holds no range of arrays", export, "a", "--form=meta")

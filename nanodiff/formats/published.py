@@ -363,8 +363,12 @@ def to_published(form: str, source, tensors: Tensors) -> tuple[Tensors, dict]:
             f"{source.source} is {settings['arch']} of {source.num_classes} classes; "
             "accepted: form=meta for dit_classic with classes, form=openai for unet"
         )
-    if len({*(source.data.latents or {}).get("scale", ())}) > 1:
-        raise UserError(f"form={form} holds no statistics of latents; accepted: a set of --latent_norm=scale")
+    data = source.data
+    if data.kind == "arrays" or len({*(data.latents or {}).get("scale", ())}) > 1:
+        raise UserError(
+            f"form={form} holds no range of arrays and no statistics of latents; "
+            "accepted: 8-bit images, or latents of --latent_norm=scale"
+        )
     process = f"{settings['objective']}, {settings.get('variance')}"
     if not process.startswith("eps") or process == "eps, learned":  # else sampled wrongly
         raise UserError(f"form={form} is read as objective=eps, variance fixed or learned_range, not {process}")

@@ -10,6 +10,7 @@ runs/<tag>.left_.../                               what --resume=STEP has put as
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -30,9 +31,9 @@ from nanodiff.safetensors import described, save_safetensors
 
 def is_base(run_dir: Path, step: int) -> bool:
     """Do adapters or a flow map of another run need this checkpoint?"""
-    base = f': "{run_dir.name},step={step},ema='
+    base = json.dumps(f"{run_dir.name},step={step},ema=")[:-1]  # as written: letters beyond ASCII are escaped
     with contextlib.suppress(OSError):  # another run is deleting one: retried after the next checkpoint
-        return any(base in meta.read_text() for meta in run_dir.parent.glob("*/checkpoints/*/meta.json"))
+        return any(f": {base}" in meta.read_text() for meta in run_dir.parent.glob("*/checkpoints/*/meta.json"))
     return True
 
 
