@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Models of several depths at equal FLOPs, and a page with their curves and a table. By default on the embedded shapes:
 # 3e12 FLOPs take a few minutes at each of four depths on two CPU cores.
-#   DEPTHS="4 6 8 12" FLOPS=1e17 bash runs/miniseries.sh --data=cifar10 --flip      arguments go to base_train
+#   DEPTHS="4 6 8 12" FLOPS=1e17 bash runs/miniseries.sh --data=cifar10 --flip --patch_size=2    arguments go to base_train
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 find_trained "mini_${FLOPS:-3e12}" "$@"

@@ -4,7 +4,7 @@ python -m scripts.prepare_data --source=cifar10                                 
 python -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos        a folder, one sub-folder per class
 python -m scripts.prepare_data --path=shards/ --resolution=64 --name=web           WebDataset's tars; or 'shards/*.tar'
 python -m scripts.prepare_data --path=photos/ --resolution=64 --aspect_buckets     images keep their shape
-python -m scripts.prepare_data --path=mnist/ --resolution=32 --name=mnist          IDX files
+python -m scripts.prepare_data --path=mnist/ --name=mnist                          IDX files
 python -m scripts.prepare_data --path=scans.npy --range=-1000,3000                 (N, H, W), any numbers
 python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two       some of the classes
 python -m scripts.prepare_data --verify=photos                                     verifies all files by SHA-256
@@ -66,7 +66,7 @@ verify = ""  # name or folder of a set: only check it against its checksums
 # Arrays of uint16, floats, ... in .npz or .npy, or gray images of 16 or 32 bits in PNG or TIFF
 range = ""  # LOW,HIGH: the values that become -1 and 1; "" = an array's least and largest, an image's upper 8 bits
 # Only aspect_buckets=True
-side_unit = 0  # >= 0: sides are multiples of this; 0 = resolution / 16: a DiT's patch, or at 256 px two latents
+side_unit = 0  # >= 0: sides are multiples of this; 0 = resolution / 8: suits a DiT's patches
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------

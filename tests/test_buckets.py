@@ -24,6 +24,7 @@ from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, position_table
 from nanodiff.prepare.buckets import choose_sizes
 from nanodiff.prepare.decode import kept_area
+from nanodiff.prepare.sources import Options, open_source
 
 
 def test_sizes_have_one_area_and_every_ratio_has_one_near():
@@ -41,6 +42,17 @@ def test_sizes_have_one_area_and_every_ratio_has_one_near():
         assert (sizes[:, ::-1][::-1] == sizes).all()  # a tall size for each wide one
         assert kept_area(ratios, sizes).max(1).mean() > 0.94
         assert kept_area(ratios, [(1, 1)]).mean() < 0.8
+
+
+@pytest.mark.parametrize("resolution", [16, 32, 48, 64, 96, 256])
+def test_sizes_by_default_suit_the_patches_of_every_depth(tmp_path, resolution):
+    for i, width in enumerate(np.geomspace(57, 177, 30).astype(int)):
+        Image.new("RGB", (width, 100)).save(tmp_path / f"{i}.png")
+    sizes = open_source("folder", str(tmp_path), Options(resolution=resolution, aspect_buckets=True)).sizes
+    assert len(sizes) >= 3
+    for depth in (4, 12):
+        config = DiTConfig.from_depth(depth, resolution, in_channels=3, out_channels=3, num_classes=2)
+        assert not (np.array(sizes) % config.patch_size).any()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -54,14 +54,14 @@ class DiTConfig(Conditioned):
         heads: int = 0,
         # Only arch=dit|dit_classic
         patch_size: int = 0,  # >= 0: side of a token in pixels or latents; 0 = size / 16, or size / 8 below depth 6;
-        #                       at least 2
+        #                       2 or more if that divides
         width: int = 0,  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
         **fields,
     ):
         """The one dial: width = 64 * depth, a head per 64 of width but at least 4. Depth 12 is DiT-B.
 
         About 256 tokens; below depth 6 about 64: in short runs images pay more than finer tokens (runs/LOG.md, 7).
-        The patch is the nearest divisor of image_size that leaves at least 8 tokens per side.
+        The patch is the nearest divisor of image_size that leaves, from 16 pixels on, at least 8 tokens per side.
         """
         if not patch_size:
             side = 16 if depth > 5 else 8

@@ -53,7 +53,7 @@ class Options(SimpleNamespace):
     val_fraction = 0.0
     seed = 0
     aspect_buckets = False
-    side_unit = 0  # sides of buckets are multiples of this; 0 = resolution / 16
+    side_unit = 0  # sides of buckets are multiples of this; 0 = resolution / 8
     range = None  # (LOW, HIGH): values beyond 8 bits that become -1 and 1; None = an array's own
 
 
@@ -187,7 +187,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     sizes = []
     if options.aspect_buckets:
         ratios = [x for x, place in zip(ratios, place_of) if x > 0 and place.split is not None]  # NaN: unreadable
-        unit = options.side_unit or max(2, options.resolution // 16)
+        unit = options.side_unit or max(2, options.resolution // 8)
         sizes = choose_sizes(np.array(ratios), options.resolution, unit)
 
     def items(suffixes=()):
