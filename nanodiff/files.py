@@ -127,7 +127,7 @@ def publish_folder(temporary: Path, final: Path) -> None:
     fsync(temporary)
     old = tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.tmp-")
     if final.exists():
-        os.rename(final, old)
+        os.rename(final, Path(old, final.name))  # perhaps a link
     os.rename(temporary, final)
     fsync(final.parent)
     shutil.rmtree(old, ignore_errors=True)

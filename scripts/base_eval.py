@@ -154,11 +154,14 @@ elif metric == "bpd":
 else:
     is_distance = metric in metrics.DISTANCES  # to real images
     if samples:
-        num_images = min(num_images or image_set.num_images, image_set.num_images)
+        ids = np.random.default_rng(0).permutation(image_set.num_images)  # a file may have its images by class
+        ids = np.sort(ids[: num_images or None])
+        num_images = len(ids)
         names = image_set.class_names
         plan = [image_set]
     else:
         num_images = num_images or (5000 if is_distance else 400)
+        ids = np.arange(num_images)
         counts = steps.split(",")
         if not all(count.isdecimal() for count in counts):
             raise UserError(f"steps={steps!r}; accepted: a whole number, or several, comma-separated")
@@ -181,15 +184,15 @@ else:
     if not is_distance and not image_set.num_classes:
         raise UserError(f"metric={metric}: {source} has no classes")
     has_classes = metric not in ("fid", "fd_simclr") and image_set.num_classes and not reference
-    labels = image_set.labels(np.arange(num_images))  # (N,) the class that each image should show
+    labels = image_set.labels(ids)  # (N,) the class that each image should show
     if not reference:
         dataset = metrics.image_set(name, reference_split)
         result["data"] = dataset.name
         if metric == "well_formed" and dataset.name not in SHAPES:
             raise UserError(f"metric=well_formed: data={dataset.name!r}; accepted: {', '.join(SHAPES)}")
         shape = dataset.channels, dataset.resolution, dataset.resolution
-        accepted = [shape, *((dataset.channels, *size) for size in dataset.buckets)]
-        if image_set.shape not in accepted:
+        is_size = image_set.shape[1:] in {shape[1:], *dataset.buckets}
+        if not is_size or image_set.shape[0] < dataset.channels:  # a gray set is compared with gray PNG files of 3
             raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {image_set.shape}")
         if has_classes:  # number the classes as the data set does
             label_names = [names[k] if names else str(k) for k in labels]  # prepare_data takes numbers as names
@@ -238,7 +241,7 @@ else:
     for image_set in plan:
         row = {key: image_set.protocol[key] for key in columns}
         with autocast:
-            row |= measure(image_set, np.arange(num_images), labels)
+            row |= measure(image_set, ids, labels)
         if run:
             image_set.check_finite(num_images)
         rows.append(row)
@@ -253,9 +256,9 @@ else:
         if n >= 10:
             real = metrics.image_set(name, other_split)
             verify(real, [other_split])
-            ids = real.spread(n)
+            real_ids = real.spread(n)
             result["real_images"] = {"split": other_split, "num_images": n}
-            result["real_images"] |= measure(real, ids, real.labels(ids))
+            result["real_images"] |= measure(real, real_ids, real.labels(real_ids))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Save the figures and their protocol beside the run or the samples

@@ -150,7 +150,7 @@ with writer:
             bar.update(note["items"])
     if faults:
         print0(f"skipped {len(faults):,} unreadable files (see skipped.txt): {faults[0]}, ...")
-        write_atomic(writer.folder / "skipped.txt", "\n".join([*faults, ""]).encode())
+        write_atomic(writer.folder / "skipped.txt", "\n".join([*faults, ""]).encode(errors="replace"))
     for loss, number in losses.items():
         print0(f"{loss}: {count(number, 'image', 'images')}")
 

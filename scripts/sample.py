@@ -93,6 +93,8 @@ stem = str(at(out.removesuffix(".png").removesuffix(".npz") or folder / name))
 if out and (is_image(stem) or Path(stem).is_dir()):
     raise UserError(f"out={out!r} is a folder, or no PNG; accepted: the path of a file, without suffix, .png or .npz")
 png = Path(f"{stem}.png")
+if out and png.exists() and b"protocol" not in png.read_bytes():
+    raise UserError(f"out={out!r}: {png} is no picture of samples; choose another out, or remove it")
 output = Path(f"{stem}.npz") if npz else png
 latents = codec.data.latents or {}
 protocol = loaded.described() | samples.protocol
@@ -116,6 +118,8 @@ protocol |= {
     "torch": torch.__version__,
 }
 print0(f"{loaded.title}: {in_words(protocol)}")
+if from_images and num_images < (n := len(samples.start_images.x0)):
+    print0(f"note: from_images has {n} images, num_images={num_images} uses {num_images} of them")
 if from_images and strength and not protocol["network_evaluations"]:
     print0(f"strength={strength} of {settings.steps} steps rounds to none: the samples are the images themselves")
 

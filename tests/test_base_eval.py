@@ -269,6 +269,11 @@ def test_models_without_classes_or_colours(base, run_script, quick_classifier):
     of_folder = evaluate(run_script, "fd_classifier", f"--samples={base / 's'}", "--data=tiny")
     of_file = evaluate(run_script, "fd_classifier", f"--samples={base / 's.npz'}", "--data=tiny")
     assert of_folder["fd_classifier"] == pytest.approx(of_file["fd_classifier"], rel=1e-6)
+    order = open_dataset("tiny", "val").labels(slice(None)).argsort()  # as files of folders are
+    np.savez(base / "sorted.npz", *(x[order] for x in np.load(base / "s.npz").values()))
+    some = evaluate(run_script, "class_accuracy", f"--samples={base / 'sorted.npz'}", "--data=tiny", "--num_images=12")
+    assert some["num_images"] == 12
+    assert len(some["class_accuracy_of"]) > 4
     learned = evaluate(run_script, "fd_simclr", *FEW, "--model=b")  # from colour, without classes
     assert learned["fd_simclr"] > learned["real_images"]["fd_simclr"]
     assert "class_accuracy" not in learned

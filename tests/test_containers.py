@@ -7,6 +7,7 @@ import json
 import os
 import tarfile
 import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from image_helpers import archive, noise, prepare, report, write
 
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.png import encode_png
-from nanodiff.prepare.containers import open_pattern
+from nanodiff.prepare.containers import open_folder, open_pattern
 from nanodiff.prepare.sources import Options, open_source
 
 pytestmark = pytest.mark.usefixtures("base")
@@ -113,6 +114,34 @@ def test_the_same_sixty_images_make_equal_bytes_however_they_are_packed(tmp_path
         numbers = [drawn.index(image.tobytes()) for image in stored]
         assert data.class_names == [str(i) for i in range(12)]
         assert data.labels(range(num)).tolist() == [int(LABELS[i]) for i in numbers]
+
+
+def test_names_in_a_zip_are_in_utf8_even_if_it_does_not_say_so(tmp_path):
+    """As macOS writes them; others are in cp437."""
+    for name in ("f\u00e9e".encode(), "f\u00e9e".encode("cp437")):
+        stand_in = b"x" * len(name)
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+            file.writestr(f"{stand_in.decode()}/1.png", encode_png(noise(8, 8)))
+        packed = (tmp_path / "a.zip").read_bytes()
+        (tmp_path / "a.zip").write_bytes(packed.replace(stand_in, name))
+        assert open_source("zip", str(tmp_path / "a.zip"), Options(labels="folder")).class_names == ["f\u00e9e"]
+
+
+def test_what_macos_adds_beside_tars_is_no_tar(tmp_path):
+    tarfile.open(tmp_path / "0.tar", "w").close()
+    (tmp_path / "._0.tar").write_bytes(b"macOS")
+    paths, _ = open_folder(tmp_path)
+    assert paths == [str(tmp_path / "0.tar")]
+
+
+def test_a_table_names_files_with_any_spaces(tmp_path):
+    names = ("my  photo.png", "3.00\u202fPM.png")
+    for name in names:
+        write(tmp_path / name, encode_png(noise(8, 8)))
+    write(tmp_path / "metadata.csv", "file_name,label\n" + "".join(f"{name},a  b\n" for name in names))
+    source = open_source("folder", str(tmp_path), Options())
+    assert source.class_names == ["a b"]
+    assert source.num_images == 2
 
 
 def test_a_tar_named_like_a_pattern_is_that_tar(tmp_path):

@@ -141,6 +141,15 @@ def test_one_flipped_bit_or_another_set_is_found_by_verify(monkeypatch):
     refused("rank 0 of 1: its set 'toy'", dataset.start_verifying, open_dataset("toy"))
 
 
+def test_a_set_that_is_a_link_is_replaced_and_its_target_stays(base):
+    moved = write().rename(base / "elsewhere")
+    (base / "data" / "toy").symlink_to(moved)
+    path = write(overwrite=True)
+    assert not path.is_symlink()
+    assert verify(open_dataset("toy"))
+    assert (moved / "meta.json").exists()
+
+
 def test_a_shard_is_checked_when_it_is_first_used(base):
     replace(write() / "train_images_000.npy", b"(40, 3", b"(39, 3")
     data = open_dataset("toy")

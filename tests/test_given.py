@@ -31,7 +31,7 @@ def images(runs, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("run, sampler", SAMPLERS)
-def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
+def test_strength_and_mask(draw, images, tmp_path, capsys, run, sampler):  # noqa: F811
     """Also that less strength means fewer evaluations, and an image that is nearer to the given one."""
     some = (f"--model={run}", f"--sampler={sampler}", "--num_images=4", "--steps=6")
     given = (*some, f"--from_images={tmp_path / 'given.npz'}")
@@ -40,6 +40,9 @@ def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
     assert all_of_it.tobytes() == plain.tobytes()
     assert same["network_evaluations"] == protocol["network_evaluations"]
     expected = images[[0, 1, 2, 0]]
+    assert "uses" not in capsys.readouterr().out
+    draw(*given, "--strength=0", "--num_images=2")
+    assert "from_images has 3 images, num_images=2 uses 2 of them" in capsys.readouterr().out
     unchanged, _, none = draw(*given, "--strength=0")
     assert (unchanged == expected).all()
     assert none["network_evaluations"] == 0

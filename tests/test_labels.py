@@ -86,6 +86,10 @@ LAYOUTS = {  # files, and what they are
         spread(*(f"{s}/{c}" for s in ("train", "test") for c in ("bus", "train"))),
         two("bus", "train"),
     ),
+    "a class called like the folder around all": (
+        spread(*(f"face/{s}/{c}" for s in ("train", "test") for c in ("face", "none"))),
+        two("face", "none"),
+    ),
     "train twice, no classes": (spread("train/train", "test/test"), {("", False): 3, ("", True): 3}),
     "a class called test": (
         spread(*(f"in/{s}/{c}" for s in ("train", "test") for c in ("bus", "test"))),

@@ -31,6 +31,7 @@ from nanodiff.data.pixels import to_model_range, to_uint8
 from nanodiff.files import name_of_settings
 from nanodiff.formats.load import load_run
 from nanodiff.models.autoencoder import open_autoencoder
+from nanodiff.png import encode_png
 from nanodiff.sampling import draw as drawing
 from nanodiff.sampling import settings as defaults
 from nanodiff.sampling.loaded import settings_for
@@ -121,6 +122,8 @@ def test_what_is_written(runs, run_script, tmp_path):
         protocol = json.loads(str(file["protocol"]))
     assert images.shape == (20, 16, 16, 3)
     assert images.dtype == np.uint8
+    (tmp_path / "mine.png").write_bytes(encode_png(images[0]))
+    refused("mine.png is no picture of samples", run_script, "sample", *TIMELESS, *args, f"--out={tmp_path}/mine.png")
     counts = np.bincount(labels, minlength=8)
     assert counts.tolist() == [3, 3, 3, 3, 2, 2, 2, 2]  # as even as can be
     with Image.open(f"{out}.png") as png:

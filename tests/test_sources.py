@@ -44,6 +44,9 @@ def test_idx_round_trip(tmp_path, pack, suffix):
         name = file.name.replace("t10k", "test")
         file.rename(file.with_name(f"emnist-letters-{name}"))
     assert "20 train + 6 val" in prepare(tmp_path / "m")
+    (tmp_path / "m" / "train-images-idx3-ubyte").mkdir()  # as in Kaggle's copy, beside the files
+    assert "20 train + 6 val" in prepare(tmp_path / "m")
+    (tmp_path / "m" / "train-images-idx3-ubyte").rmdir()
     write(tmp_path / "m" / "emnist-digits-train-images-idx3-ubyte", b"")
     refused("has the IDX files .*emnist-letters-train-.*, .emnist-digits-train", prepare, tmp_path / "m")
     (tmp_path / "m" / "emnist-digits-train-images-idx3-ubyte").unlink()
@@ -167,7 +170,7 @@ def test_a_given_range_is_that_of_every_set(tmp_path):
     refused(r"has range \[0.0, 150.0\], the model wants", of_model.accept, open_dataset("toy"))
 
 
-@pytest.mark.parametrize("file", ["png", "tif", "pgm", "int32.tif", "npy"])
+@pytest.mark.parametrize("file", ["png", "tif", "pgm", "int32.tif", "float32.tif", "npy"])
 @pytest.mark.parametrize("side", [8, 4])
 def test_gray_images_beyond_8_bits_are_kept_as_arrays_are(tmp_path, file, side):
     """In the given range, to fp16's 11 bits; scaled by area to the means of 2 x 2 pixels. Others are skipped."""
@@ -180,8 +183,9 @@ def test_gray_images_beyond_8_bits_are_kept_as_arrays_are(tmp_path, file, side):
         np.save(place, levels)
     else:
         Image.fromarray(levels[0].astype(np.uint8)).save(tmp_path / "in" / "shallow.png")
+        dtype = file.removesuffix(".tif") if "32" in file else "uint16"
         for i, image in enumerate(levels):
-            Image.fromarray(image.astype(np.int32) if "int32" in file else image).save(place / f"{i}.{file}")
+            Image.fromarray(image.astype(dtype)).save(place / f"{i}.{file}")
     out = report(place, val_fraction=0, range="30000,30400", resolution=side, scaling="area")
     assert "values 30000 to 30400 become -1 to 1, in fp16\n" in out
     assert "values clipped to the range: 4 images" in out

@@ -69,7 +69,7 @@ def open_folder(path: Path):
                 members.append((name, file))
     members.sort()  # so that a sample's files are neighbours
     files = [file for _, file in members]
-    tars = [file for file in files if file.lower().endswith(TAR_SUFFIXES)]
+    tars = [file for file in files if file.lower().endswith(TAR_SUFFIXES) and "/._" not in file]  # as macOS adds
     if tars and not any(is_image(name) for name, _ in members):
         if len(tars) < len(files):
             print0(f"ignored: {len(files) - len(tars):,} files beside the tars")
@@ -122,7 +122,10 @@ def open_pattern(path: Path):
 
 def open_zip(path: Path):
     with reading(path):
-        archive = zipfile.ZipFile(path)
+        try:
+            archive = zipfile.ZipFile(path, metadata_encoding="utf-8")  # as macOS writes names, without saying so
+        except UnicodeDecodeError:
+            archive = zipfile.ZipFile(path)
         infos = {cleaned(info.filename): info for info in archive.infolist() if not info.is_dir()}
 
     def stream(suffixes):

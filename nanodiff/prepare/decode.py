@@ -165,11 +165,13 @@ def decode(
         if not isinstance(payload, np.ndarray):
             image = open_image(payload)
             notes = lossy_parts(image)[1:]  # without that on bits
-            if image.mode[0] != "I":
+            if image.mode[0] not in "IF":
                 raise ValueError(f"its mode is {image.mode}; --range takes gray images of 16 or 32 bits")
             payload = np.atleast_3d(upright(image))
         low, high = limits
         x = 2 * (payload.astype(np.float64) - low) / (high - low) - 1
+        if not np.isfinite(x).all():
+            raise ValueError("it holds NaN or infinity")
         if abs(x).max() > 1:
             notes.append("values clipped to the range")
         x, scaling_notes = decode(x.astype(np.float32), sizes, (), scaling)

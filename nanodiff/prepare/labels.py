@@ -65,7 +65,7 @@ def pick(row: dict, column: str, usual: tuple[str, ...], used: set) -> str:
             raise UserError(f"{key} of an image is {str(value)[:80]!r}; accepted: one text or number")
         if value is not None:
             used.add(key)
-            return " ".join(str(value).split())
+            return str(value).strip()
     return ""
 
 
@@ -74,7 +74,8 @@ def class_and_caption(row: dict, options, used: set) -> tuple[str, str]:
     label = ""
     if options.labels not in LABELS[1:]:
         label = pick(row, options.label_column, LABEL_COLUMNS, used)
-    return label, pick(row, options.caption_column, CAPTION_COLUMNS, used)
+    caption = pick(row, options.caption_column, CAPTION_COLUMNS, used)
+    return " ".join(label.split()), " ".join(caption.split())
 
 
 def read_table(table: dict, payload: str | bytes, origin: str, options, folder: str = "") -> None:
@@ -255,20 +256,18 @@ def find_splits(places: list[Place]) -> None:
     """Find the split of each place, at the first level of folders (or in the table) where train and others stand."""
     levels = itertools.zip_longest(*(place.path for place in places), fillvalue="")
     table_splits = {place.path[0] for place in places} - {""}
-    shared = set()  # folders around all images
-    for names in levels:
+    shared = set()  # levels of folders around all images
+    for level, names in enumerate(levels):
         splits = [*map(split_of, names)]
         val = next((split for split in VAL_SPLITS if split in splits), None)
         if val and "train" in splits:
-            for place, name, split in zip(places, names, splits):
+            for place, split in zip(places, splits):
                 place.split = {"train": "train", val: "val"}.get(split)
-                path = list(place.path)
-                if name:
-                    path.remove(name)  # once: a class may be called train
-                place.path = tuple(folder for folder in path if folder not in shared)
+                # By level, not by name: a class may be called train, or like the folder around all
+                place.path = tuple(folder for k, folder in enumerate(place.path) if k not in {level, *shared})
             break
         if len({*names}) == 1:
-            shared.update(names)
+            shared.add(level)
     else:
         if table_splits:
             print0(f"the table's split is not used: it has {listed(table_splits)} alone; accepted: train and another")

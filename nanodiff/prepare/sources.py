@@ -287,7 +287,7 @@ def read_idx(path: Path, options: Options) -> Source:
     """A file of images, or a folder with train-images and t10k-images; optionally with label files beside them."""
     paths = [path]
     if path.is_dir():
-        paths = sorted(path.glob(IDX_IMAGES), reverse=True)  # train before t10k or test
+        paths = sorted(filter(Path.is_file, path.glob(IDX_IMAGES)), reverse=True)  # train before t10k or test
     files = {file.name.removesuffix(".gz"): file for file in paths}  # torchvision leaves both
     splits = ["train" if "train" in name else "val" for name in files]
     if not files or len({*splits}) < len(files):
