@@ -6,7 +6,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 python3 -m scripts.base_train runs/shapes_cpu.py "$@"
-case " $* " in *" --help "* | *" -h "*) exit ;; esac
+case " $* " in *" --help"* | *" -h "*) exit ;; esac
 
 # Draw 400 samples once, into the run's folder; measure their form, class accuracy, precision and recall
 find_trained shapes_cpu "$@"

@@ -306,7 +306,7 @@ num_iterations = num_iterations or step  # 0: train nothing
 t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
 if process.is_map:
     start.teach(process, source, model_config, class_names)
-    print0(f"teacher: {source.title}")
+    print0(f"teacher: {source.title}; the map will draw what it draws, whatever it sees here")
     teacher = start.identity(source)
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Each rank keeps the optimizer's state of its share of the parameters, and updates only it (ZeRO stage 1)
@@ -435,9 +435,7 @@ while True:
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves
     validates = due(eval_every, first=0)  # step 0: what an untrained model gets
-    measures = due(fid_every)
-    draws = due(sample_every)
-    if step > evaluated_step and not stop_signal.is_stopping and (validates or measures or draws):
+    if step > evaluated_step and not stop_signal.is_stopping and (validates or due(fid_every) or due(sample_every)):
         evaluated_step = step
         figures = {}
         val_args = (process, val_set, codec, eval_images, device_batch_size, seed)
@@ -451,10 +449,10 @@ while True:
                 if validates:
                     figures["val/loss_ema"], by_t = validation_loss(raw_model, *val_args)  # averages lag
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t) if not math.isnan(q)}
-                if measures:
+                if due(fid_every):
                     qualities = measure_samples(raw_model, process, sample_settings, device_batch_size)
                     figures |= {f"val/{name}": value for name, value in qualities.items()}
-                if draws:  # the vibe check: the same noise and classes each time
+                if due(sample_every):  # the vibe check: the same noise and classes each time
                     image_set = val_set or train_set
                     grid = sample_grid(raw_model, process, image_set, codec, sample_settings, device_batch_size)
                     log.grid(grid, step)
@@ -463,7 +461,7 @@ while True:
         if figures:
             print0(log.evaluation(step, figures))
 
-    if ddp_rank == 0 and (leaving or validates or draws):
+    if ddp_rank == 0 and (leaving or validates or due(sample_every)):
         from nanodiff.web.report import refresh_report  # a lazy import
 
         report_due = refresh_report(run_dir, 0.0 if leaving else report_due)

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.formats import load
+from nanodiff.formats.adapters import identity
 from nanodiff.formats.load import build, find, load_run, read
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig
@@ -120,11 +121,17 @@ def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
         "unet": ("--arch=unet", "--num_res_blocks=1", "--dropout=0.1"),
         "eps": ("--objective=eps", "--variance=learned_range", "--num_timesteps=50", "--arch=dit_classic"),
         "small": ("--low_res_size=4", "--class_cond=False"),
+        "openai": ("--arch=unet", "--num_res_blocks=1", "--objective=eps", "--num_timesteps=50"),
     }
     for tag, settings in kinds.items():
         make_run(run_script, tag, *settings)
         more = ("--sample_every=0", "--sample_steps=1", "--checkpointing", "--t_range=0,0.5")
-        more += (f"--init_from={tag}", f"--model_tag={tag}_lora")
+        source = tag
+        if tag == "openai":  # without a null class
+            file = run_script("export", f"--model={tag}", "--form=openai")["path"]
+            source = f"{file},heads=1,num_timesteps=50"
+            more += ("--label_drop=0",)
+        more += (f"--init_from={source}", f"--model_tag={tag}_lora")
         if tag != "small":  # samples would show the base's classes
             unlabelled = (*end, *more, "--data=plain")
             refused("'plain' has no classes, .*accepted: one sub-folder", run_script, "base_train", *unlabelled)
@@ -169,6 +176,18 @@ def test_what_a_base_that_moved_needs_is_said(base, old, run_script, draw):
     old.rename(old.with_name("moved"))
     refused("adapts flow,step=1,ema=0.999, which is missing; if it moved: --model=BASE --lora=", load_run, "a", "cpu")
     assert_identical(load_run("moved", "cpu", lora=str(file)).model.state_dict(), before)
+
+
+def test_a_base_has_its_tag_however_it_is_named(base, old, tmp_path, monkeypatch):
+    """Else its checkpoint would not be kept; and a folder called like it, here, does not hide it."""
+    (tmp_path / "link").symlink_to(base / "runs")
+    tag = identity(load_run("flow", "cpu"))["base"]
+    assert tag == "flow,step=1,ema=0.999"
+    for name in (tmp_path / "link" / "flow", base / "runs" / ".." / "runs" / "flow"):
+        assert identity(load_run(str(name), "cpu"))["base"] == tag
+    (tmp_path / "flow").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load.find_run("flow") == old
 
 
 def test_weights_that_come_with_the_code_are_found_wherever_it_is(base, monkeypatch, tmp_path):

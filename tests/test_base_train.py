@@ -558,10 +558,11 @@ def test_going_back_puts_the_other_branch_aside_and_survives_a_kill(tiny, run_sc
     assert run_script("base_train", *args, "--resume=2", "--lr=0.03")["start_step"] == 2
 
 
-def test_an_average_can_be_added_when_resuming(tiny, run_script):
+def test_an_average_can_be_added_when_resuming(tiny, run_script, capsys):
     args = (*TINY, "--ema_ramp=False")
     run_script("base_train", *args, "--ema_rates=0.9")
     run_script("base_train", *args, "--ema_rates=0.9,0.5", "--num_iterations=7", "--resume=changed")
+    assert "the average 0.5 is new" in capsys.readouterr().out
     old = weights(tiny, "tiny_dit_d1")
     new = weights(tiny, "tiny_dit_d1", step=7)
     for name, average in new["ema_0.5.safetensors"].items():

@@ -7,7 +7,7 @@ import torch
 from figures import assert_figures, build, inputs, rule_weights, wave
 
 from nanodiff.formats.published import from_meta, to_meta
-from nanodiff.models.dit import DiT, DiTConfig, position_table, sincos_table, timestep_embedding
+from nanodiff.models.dit import DiT, DiTConfig, position_table, timestep_embedding
 
 golden = conftest.golden("dit.json")
 
@@ -16,7 +16,7 @@ def published_state_dict():
     state_dict = rule_weights(golden["parameters"])
     width = golden["config"]["hidden_size"]
     config = DiTConfig(8, 4, 8, 2, width, 2, 4)
-    state_dict["pos_embed"] = sincos_table(config)[None]  # the rule keeps it
+    state_dict["pos_embed"] = position_table(config, config.grid, config.grid)[None]  # the rule keeps it
     return state_dict
 
 
@@ -61,7 +61,7 @@ def test_published_parameter_counts(name, count):
     with torch.device("meta"):
         model = DiT(config)
     num_params = sum(p.numel() for p in model.parameters())
-    assert num_params + sincos_table(config).numel() == count
+    assert num_params + position_table(config, config.grid, config.grid).numel() == count
     theirs = to_meta(model.state_dict(), config)
     for key, x in theirs.items():
         if key != "pos_embed":

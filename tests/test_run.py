@@ -91,7 +91,7 @@ def test_ranks_agree_on_the_largest_batch(monkeypatch):
 
 
 def new_meter(costs=()):
-    process = SimpleNamespace(is_gaussian=False)
+    process = SimpleNamespace(is_gaussian=False, t_max=1)
     loop_state = {"train_time_s": 0.0, "log_lines": 0, "running_loss": 0.0}
     return Meter(process, torch.device("cpu"), torch.float32, costs, loop_state)
 

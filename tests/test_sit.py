@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
-from nanodiff.models.dit import DiT, DiTConfig, sincos_table
+from nanodiff.models.dit import DiT, DiTConfig, position_table
 
 PUBLISHED = golden("sit.json")
 
@@ -26,7 +26,7 @@ def published(path, kind):
     for name in ("t_embedder.mlp.0.weight", "t_embedder.mlp.2.weight"):
         weights[name] *= 16
     config = DiTConfig(8, 4, 8, 2, 64, 2, 4)
-    weights["pos_embed"] = sincos_table(config)[None]  # the rule keeps it
+    weights["pos_embed"] = position_table(config, config.grid, config.grid)[None]  # the rule keeps it
     torch.save({"ema": weights, "model": {}}, path)
     return str(path)
 

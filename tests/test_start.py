@@ -95,6 +95,19 @@ def test_a_damaged_description_of_the_newest_checkpoint_is_skipped(base, run_scr
         assert "corrupt checkpoint skipped: " in capsys.readouterr().out
 
 
+def test_labels_that_the_source_lacks_are_said_to_be_ignored(base, run_script, capsys):
+    make_data()
+    make_run(run_script, "old", "--class_cond=False")
+    tuned = (*TINY, "--init_from=old", "--num_iterations=1")
+    for more, is_said in (
+        ("--model_tag=a", True),
+        ("--model_tag=b --class_cond", False),
+    ):
+        capsys.readouterr()
+        run_script("base_train", *tuned, *more.split())
+        assert ("labels are ignored" in capsys.readouterr().out) == is_said
+
+
 def test_a_maps_teacher_cannot_be_exchanged(base, run_script):
     """By its weights, not its name; a map of an earlier version, which holds only the name, goes on."""
     make_data()

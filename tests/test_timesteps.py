@@ -18,7 +18,7 @@ grid = lambda n: (torch.arange(n) + 0.5) / n
 
 
 def gaussian(T):
-    return SimpleNamespace(is_gaussian=True, kind="Gaussian diffusion", num_timesteps=T)
+    return SimpleNamespace(is_gaussian=True, kind="Gaussian diffusion", num_timesteps=T, t_max=T)
 
 
 @pytest.mark.parametrize("T", [1, 7, 1000])

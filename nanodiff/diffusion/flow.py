@@ -118,7 +118,8 @@ class FlowMatching:
     #                     1.4 draws t > 0.98, where samples start, for 1 image in 370, 1.0 for 1 in 20,000
 
     kind = "flow matching"
-    is_gaussian = False  # t is continuous, in [0, 1]
+    is_gaussian = False
+    t_max = 1  # t is continuous, in [0, 1]
     is_map = False
     num_outputs = 1  # of the network, per channel of x_t
     samplers = SAMPLERS

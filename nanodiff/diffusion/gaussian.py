@@ -185,7 +185,7 @@ class GaussianDiffusion:
 
     def set_alpha_bar(self, alpha_bar: np.ndarray, model_t: np.ndarray) -> None:
         """alpha_bar and model_t, the t that the model sees: (T,) in float64."""
-        self.num_timesteps = len(alpha_bar)
+        self.num_timesteps = self.t_max = len(alpha_bar)
         self.model_t = model_t
         self.alpha_bar = alpha_bar
         alpha_bar_prev = np.append(1.0, alpha_bar[:-1])

@@ -15,13 +15,6 @@ from nanodiff.common import UserError
 from nanodiff.dist import collective
 
 
-def unit(t, process):
-    """t as a fraction of its range: in [0, 1]."""
-    if process.is_gaussian:
-        return t / process.num_timesteps
-    return t
-
-
 def uniform(u, process):
     """t = floor(u T), int64; for flow matching t = u, shifted."""
     if process.is_gaussian:
@@ -36,7 +29,7 @@ def bell(u, process):
     """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its end value, scaled to mean 1, as in DiffSynth-Studio."""
 
     def height(t):
-        from_middle = unit(t, process) - 0.5
+        from_middle = t / process.t_max - 0.5
         above_end = torch.exp(-2 * from_middle.square()) - math.exp(-0.5)
         return above_end.clamp(min=0)
 
@@ -62,7 +55,7 @@ class Timesteps(torch.nn.Module):
         # draw grows with u, so these t come from one range of u
         evenly = (torch.arange(100_000) + 0.5) / 100_000
         t, _ = draw(evenly, process)
-        t = unit(t, process)
+        t = t / process.t_max
         self.u_low = (t < low).float().mean().item()
         self.u_high = (t <= high).float().mean().item()
         if self.u_low >= self.u_high:

@@ -25,7 +25,7 @@ def identity(base_model) -> dict:
     path = (base_model.run_dir or Path(base_model.source)).absolute()
     base = str(path)
     if base_model.run_dir:
-        run = path.name if path.parent == (base_dir() / "runs").absolute() else path  # a tag survives a move
+        run = path.name if path.parent.resolve() == (base_dir() / "runs").resolve() else path  # a tag survives a move
         base = f"{run},step={base_model.step},ema={base_model.weights}"
     return {"base": base, "sha256": fingerprint(base_model.model.state_dict())}
 

@@ -113,11 +113,11 @@ def known_runs() -> list[Path]:
 
 
 def find_run(run: str) -> Path:
-    """Find the folder of a run by path or tag, a file by path, or shipped weights by name or by their path in another
+    """Find the folder of a run by tag or path, a file by path, or shipped weights by name or by their path in another
     clone, as adapters may record it. "" finds the run written to last, else the first of the shipped weights."""
     runs = known_runs()
     weights = WEIGHTS / run.rpartition("runs/weights/")[2]
-    places = [os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, ""), weights]
+    places = [base_dir() / "runs" / run, os.path.expanduser(run), shipped().get(run, ""), weights]
     if not run:
         places = [*runs, *shipped().values()]
     for path in places:
@@ -216,7 +216,8 @@ def read(
             raise UserError(
                 f"{path} adapts {base}, which is missing; if it moved: --model=BASE --lora={path}"
             ) from None
-        _, tensors = read(*source, path, scale)
+        base_meta, tensors = read(*source, path, scale)
+        meta["model_config"] = base_meta["model_config"]  # a published UNet may lack the null class
     if lora:
         adapters, adapter_tensors = read_file(*find(lora))
         if "lora" not in adapters:

@@ -15,7 +15,7 @@ from nanodiff.common import Tensors, UserError, print0
 from nanodiff.conditions import DataInfo
 from nanodiff.files import read_json
 from nanodiff.models.build import model_settings
-from nanodiff.models.dit import DiTConfig, sincos_table
+from nanodiff.models.dit import DiTConfig, position_table
 from nanodiff.models.unet import UNetConfig
 
 # Part of our name -> of the published one. Replaced in this order, and in reverse on the way back
@@ -95,7 +95,7 @@ def from_meta(
     config, tensors = from_classic(tensors, math.isqrt(len(pos_embed)), heads)
     # It may have been stored in bf16 before
     tolerance = max(1e-2, torch.finfo(pos_embed.dtype).eps)
-    if not torch.allclose(pos_embed.float(), sincos_table(config), atol=tolerance):
+    if not torch.allclose(pos_embed.float(), position_table(config, config.grid, config.grid), atol=tolerance):
         raise ValueError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
     return config, tensors
 
@@ -104,7 +104,8 @@ def to_meta(state_dict: Tensors, config: DiTConfig) -> Tensors:
     """Turn the state dict of a classic DiT into that of facebookresearch/DiT."""
     tensors = renamed(state_dict, META, META.values())
     patches = tensors["x_embedder.proj.weight"].unflatten(1, (-1, config.patch_size, config.patch_size))
-    return {"pos_embed": sincos_table(config)[None]} | tensors | {"x_embedder.proj.weight": patches}
+    pos_embed = position_table(config, config.grid, config.grid)[None]
+    return {"pos_embed": pos_embed} | tensors | {"x_embedder.proj.weight": patches}
 
 
 def from_sit(state_dict: Tensors, time_input: str, **options) -> tuple[DiTConfig, Tensors]:

@@ -58,7 +58,10 @@ def inherited(config) -> dict:
         names += ["sample_steps", "sampler"]
         if shape["class_cond"] or settings.get("cfg_scale", 1) != 1:  # a model without classes may support only 1
             names += ["cfg_scale", "cfg_interval"]
-    is_guidable = not shape["class_cond"] or open_dataset(config["data"]).num_classes
+    has_labels = open_dataset(config["data"]).num_classes
+    if has_labels and not shape["class_cond"] and "class_cond" not in config.overrides:
+        print0("note: labels are ignored, as the source has no classes; --class_cond learns them (not adapters)")
+    is_guidable = not shape["class_cond"] or has_labels
     if is_guidable and settings.get("guided_from", 1.0) < 1 and (checkpoint or learns_guidance(settings, meta["step"])):
         if not checkpoint:
             settings["guided_from"] = 0.0

@@ -122,11 +122,6 @@ def position_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> Ten
     return waves.flip(1).flatten(1).float()
 
 
-def sincos_table(config: DiTConfig) -> Tensor:
-    """position_table of a square image."""
-    return position_table(config, config.grid, config.grid)
-
-
 def rotation_table(config: DiTConfig, rows: int, cols: int, device) -> tuple[Tensor, Tensor]:
     """RoPE's sin and cos, (L + T, 1, 1, head_dim/2) fp32: the row turns the first half of the pairs, the column the
     rest. The L = vector_len tokens before the image's have no position, so their angle is 0.

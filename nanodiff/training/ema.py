@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nanodiff.common import Tensors, UserError
+from nanodiff.common import Tensors, UserError, print0
 from nanodiff.device import host_copy
 from nanodiff.dist import collective
 from nanodiff.training.shard import Optimizer
@@ -92,5 +92,7 @@ class EMA:
         """Load a state_dict's averages; a rate that it lacks starts from the weights."""
         for rate, averages in self.averages.items():
             tensors = state.get(f"ema_{rate}")
+            if not tensors:
+                print0(f"note: the average {rate} is new: it starts from the weights of now")
             for buffer, average in zip(self.buffers, averages):
                 average.copy_(buffer.share_of(tensors) if tensors else buffer.weights)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nanodiff.common import Progress, Tensors, UserError, get_dist, is_first_rank, print0
 from nanodiff.device import environment, host_copy, peak_flops, peak_memory_gb, synchronize
-from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks, stop_signal
 from nanodiff.files import names_file, read_json, write_atomic, write_json
 from nanodiff.png import encode_png
@@ -24,7 +23,7 @@ from nanodiff.training.checkpoint import go_back, trim_metrics, way_back
 
 def quartile_sums(t, values, weight, process) -> Tensor:
     """(2, 4) fp32: the sums of weight * values and of weight in each quarter of the range of t, all of one shape."""
-    quarter = (unit(t, process) * 4).long().clamp(max=3)
+    quarter = (t / process.t_max * 4).long().clamp(max=3)
     terms = torch.stack([weight * values, weight])  # (2, ...)
     return terms.new_zeros(2, 4).index_add(1, quarter.flatten(), terms.flatten(1))
 
