@@ -113,11 +113,11 @@ def known_runs() -> list[Path]:
 
 
 def find_run(run: str) -> Path:
-    """Find the folder of a run by tag or path, a file by path, or shipped weights by name or by their path in another
+    """Find the folder of a run by path or tag, a file by path, or shipped weights by name or by their path in another
     clone, as adapters may record it. "" finds the run written to last, else the first of the shipped weights."""
     runs = known_runs()
     weights = WEIGHTS / run.rpartition("runs/weights/")[2]
-    places = [base_dir() / "runs" / run, os.path.expanduser(run), shipped().get(run, ""), weights]
+    places = [os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, ""), weights]
     if not run:
         places = [*runs, *shipped().values()]
     for path in places:
