@@ -66,7 +66,8 @@ class Checked:
             config.cpp.simdlen = 256
             torch.compiler.reset()
             return self.check(x_t, t, cond)
-        print0(f"continuing uncompiled: {reason}")
+        # torch keeps a file that a killed compiler left half-written, and fails at it ever after
+        print0(f"continuing uncompiled: {reason} (if a compilation was killed, rm -r /tmp/torchinductor_* helps)")
         run_uncompiled()
 
     def difference(self, x_t, t, cond: Tensors) -> float:
