@@ -191,8 +191,8 @@ else:
         if metric == "well_formed" and dataset.name not in SHAPES:
             raise UserError(f"metric=well_formed: data={dataset.name!r}; accepted: {', '.join(SHAPES)}")
         shape = dataset.channels, dataset.resolution, dataset.resolution
-        is_size = image_set.shape[1:] in {shape[1:], *dataset.buckets}
-        if not is_size or image_set.shape[0] < dataset.channels:  # a gray set is compared with gray PNG files of 3
+        is_known_size = image_set.shape[1:] in {shape[1:], *dataset.buckets}
+        if not is_known_size or image_set.shape[0] < dataset.channels:  # a gray PNG is read as 3 channels
             raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {image_set.shape}")
         if has_classes:  # number the classes as the data set does
             label_names = [names[k] if names else str(k) for k in labels]  # prepare_data takes numbers as names

@@ -306,7 +306,7 @@ num_iterations = num_iterations or step  # 0: train nothing
 t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
 if process.is_map:
     start.teach(process, source, model_config, class_names)
-    print0(f"teacher: {source.title}; the map will draw what it draws, whatever it sees here")
+    print0(f"teacher: {source.title}; the map learns to draw its samples, whatever images it sees")
     teacher = start.identity(source)
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Each rank keeps the optimizer's state of its share of the parameters, and updates only it (ZeRO stage 1)

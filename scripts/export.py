@@ -70,4 +70,4 @@ num_params = sum(p.numel() for p in source.model.parameters())
 print0(f"{num_params:,} parameters of {source.source} ({source.weights}): {path}")
 print0(f"to sample: python -m scripts.sample --model={shlex.quote(with_options(path, options))}")
 if form != "safetensors":
-    print0("other loaders need the same settings; the names of classes are lost")
+    print0("other loaders need the same settings; the file holds no class names")

@@ -66,7 +66,7 @@ class Checked:
             config.cpp.simdlen = 256
             torch.compiler.reset()
             return self.check(x_t, t, cond)
-        # torch keeps a file that a killed compiler left half-written, and fails at it ever after
+        # torch keeps the empty file of a compiler that was killed, and every later run fails to load it
         print0(f"continuing uncompiled: {reason} (if a compilation was killed, rm -r /tmp/torchinductor_* helps)")
         run_uncompiled()
 

@@ -93,6 +93,6 @@ class EMA:
         for rate, averages in self.averages.items():
             tensors = state.get(f"ema_{rate}")
             if not tensors:
-                print0(f"note: the average {rate} is new: it starts from the weights of now")
+                print0(f"note: the average {rate} is new: it starts from the current weights")
             for buffer, average in zip(self.buffers, averages):
                 average.copy_(buffer.share_of(tensors) if tensors else buffer.weights)
