@@ -103,8 +103,7 @@ def made_from(x0, config: Conditioned) -> Tensors:
     size = [max(1, round(side * config.low_res / config.image_size)) for side in x0.shape[2:]]
     # MPS takes averages of whole pixels alone: the CPU takes all
     x = x0.cpu() if x0.is_mps else x0
-    small = F.interpolate(x, size=size, mode="area")
-    return {"low_res": small.to(x0.device)}
+    return {"low_res": F.interpolate(x, size=size, mode="area").to(x0.device)}
 
 
 def null_condition(config: Conditioned, cond: Tensors) -> Tensors:

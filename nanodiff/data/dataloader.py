@@ -46,8 +46,7 @@ def shuffled_buckets(num_batches: tuple[int, ...], key: tuple[int, ...]) -> np.n
     """The bucket that each batch of an epoch draws from, given the number of batches per bucket."""
     buckets = np.repeat(np.arange(len(num_batches)), num_batches)
     num = len(buckets)
-    order = shuffled(np.arange(num), num, key)
-    return buckets[order]
+    return buckets[shuffled(np.arange(num), num, key)]
 
 
 @dataclass

@@ -213,11 +213,7 @@ class Dataset:
         return dataset
 
 
-def match_labels(
-    names: list[str],
-    vocabulary: list[str],
-    subject: str,
-) -> list[int]:
+def match_labels(names: list[str], vocabulary: list[str], subject: str) -> list[int]:
     """Map class names to the model's class numbers: by name if all are in `vocabulary`, or by order (see same_order).
 
     `subject`: how the error message begins.

@@ -35,12 +35,7 @@ def make_process(config: Settings, data: DataInfo) -> FlowMatching | GaussianDif
     return kind(**settings)
 
 
-def parse_interval(
-    text: str,
-    name: str = "cfg_interval",
-    least: float = 0.0,
-    most: float = 1.0,
-):
+def parse_interval(text: str, name: str = "cfg_interval", least: float = 0.0, most: float = 1.0):
     """(0.3, 0.8) from "0.3,0.8", such as a range of t from 0 (image) to 1 (noise); `name`: of the setting."""
     try:
         low, high = (float(x) for x in text.split(","))

@@ -122,12 +122,7 @@ FOR_GAUSSIAN = {"loss-second-moment": LossSecondMoment}  # t is an integer below
 TIMESTEPS = FOR_BOTH | FOR_FLOW | FOR_GAUSSIAN
 
 
-def make_timesteps(
-    name: str,
-    process,
-    low: float = 0.0,
-    high: float = 1.0,
-) -> Timesteps:
+def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps:
     """The distribution `name`; "auto" is logit-normal for flow matching, else uniform."""
     table = FOR_BOTH | (FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW)
     if name == "auto":

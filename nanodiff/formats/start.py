@@ -91,12 +91,7 @@ def open_source(config: Settings, meta: dict, device):
     return source, data
 
 
-def start_from(
-    model,
-    base: Loaded,
-    config: Settings,
-    class_names: list[str],
-) -> list[str]:
+def start_from(model, base: Loaded, config: Settings, class_names: list[str]) -> list[str]:
     """Copy a loaded model's weights into `model`, of the same shape except image size and classes -> the parameters
     of new classes, second images or a map's h, which must learn.
 

@@ -12,12 +12,7 @@ from nanodiff.dist import from_first_rank, over_ranks
 from nanodiff.files import reading, writing
 
 
-def cached(
-    path: Path,
-    datasets: list[Dataset],
-    extras: list,
-    compute,
-) -> Tensors | None:
+def cached(path: Path, datasets: list[Dataset], extras: list, compute) -> Tensors | None:
     """What compute() returns, {name: tensor}, cached at `path` under the hash of the splits that it reads, which are
     verified before, and of other arrays and bytes.
 

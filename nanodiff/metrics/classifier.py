@@ -35,13 +35,7 @@ class Classifier(Network):
     name = "classifier"
     batch_size = 1024
 
-    def __init__(
-        self,
-        channels: int,
-        resolution: int,
-        num_classes: int,
-        width: int = 32,
-    ):
+    def __init__(self, channels: int, resolution: int, num_classes: int, width: int = 32):
         super().__init__()
         self.channels = channels
         self.resolution = min(resolution, MAX_RESOLUTION)

@@ -58,12 +58,7 @@ def image_set(name: str, split: str) -> Dataset:
     return dataset
 
 
-def load_network(
-    metric: str,
-    data: str,
-    device,
-    weights: str = "",
-):
+def load_network(metric: str, data: str, device, weights: str = ""):
     """The network of a metric: Inception for "fid", else a classifier. Called by all ranks.
 
     `weights`: a file; "" = the published Inception, the shipped SimCLR network, or a classifier trained on `data`.
@@ -77,12 +72,7 @@ def load_network(
     return get_classifier(image_set(data, "train"), image_set(data, "val"), device)
 
 
-def collect_features(
-    images_of,
-    batches: Batches,
-    network,
-    label: str = "",
-) -> Features | None:
+def collect_features(images_of, batches: Batches, network, label: str = "") -> Features | None:
     """Features of the images with the ids in `batches`, computed by all ranks; None on all but the first.
 
     `images_of` maps each batch of ids (n,) to images (n, C, H, W) uint8. The number of ranks changes the result only
@@ -156,13 +146,7 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
     return result
 
 
-def sample_quality(
-    metric: str,
-    dataset,
-    num_images: int,
-    codec,
-    model_config,
-):
+def sample_quality(metric: str, dataset, num_images: int, codec, model_config):
     """For training: return measure(model, process, settings, batch_size) -> figures, which compares samples with the
     training images as base_eval does, with seed 0. All ranks call both functions, and all get the figures.
     """

@@ -72,13 +72,7 @@ def resize(x: Tensor, size: int) -> Tensor:
     return weights(height) @ x @ weights(width).T
 
 
-def conv_bn_relu(
-    n_in: int,
-    n_out: int,
-    kernel,
-    stride: int = 1,
-    padding="same",
-) -> nn.Sequential:
+def conv_bn_relu(n_in: int, n_out: int, kernel, stride: int = 1, padding="same") -> nn.Sequential:
     layers = OrderedDict(
         conv=nn.Conv2d(n_in, n_out, kernel, stride, padding, bias=False),
         bn=nn.BatchNorm2d(n_out, eps=1e-3),

@@ -53,12 +53,7 @@ def fit_colours(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return coverage[rows, best], residual[rows, best].clip(0), best
 
 
-def fit_poses(
-    coverage: np.ndarray,
-    draw,
-    rng,
-    radii=RADII,
-) -> tuple[np.ndarray, np.ndarray]:
+def fit_poses(coverage: np.ndarray, draw, rng, radii=RADII) -> tuple[np.ndarray, np.ndarray]:
     """Fit a pose to each coverage (n, P): the nearest of a bank of renders, then a random search around it.
 
     Returns poses (n, 3) and squared errors (n,).

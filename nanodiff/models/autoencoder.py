@@ -51,8 +51,7 @@ class Autoencoder(nn.Module):
 def in_slices(network: nn.Module, x: Tensor, pixels: int) -> Tensor:
     """network(x) in fp32, MAX_PIXELS at a time; a row of x stands for an image of `pixels`."""
     batch = max(1, MAX_PIXELS[x.device.type] // pixels)
-    outputs = [network(part).float() for part in x.split(batch)]
-    return torch.cat(outputs)
+    return torch.cat([network(part).float() for part in x.split(batch)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,14 +122,7 @@ class AutoencoderKL(Autoencoder):
 
     scale = 0.18215  # 1 / deviation of the latents, Rombach et al. 2022, appendix G
 
-    def __init__(
-        self,
-        widths,
-        blocks: int,
-        latent_channels: int,
-        groups: int,
-        quant_conv: bool,
-    ):
+    def __init__(self, widths, blocks: int, latent_channels: int, groups: int, quant_conv: bool):
         super().__init__()
         self.latent_channels = latent_channels
         self.downsample = 2 ** (len(widths) - 1)

@@ -125,12 +125,7 @@ def build_model(model_config: ModelConfig, device, seed: int) -> nn.Module:
     return model
 
 
-def load_weights(
-    model: nn.Module,
-    tensors: Tensors,
-    source,
-    assign: bool = False,
-) -> None:
+def load_weights(model: nn.Module, tensors: Tensors, source, assign: bool = False) -> None:
     """Strict load_state_dict. `assign`: the model keeps these tensors instead of copying them."""
     try:
         model.load_state_dict(tensors, assign=assign)
@@ -187,12 +182,7 @@ def uncompiled():
 COMPILE_WHOLE = 3000  # steps from which compiling the whole model pays
 
 
-def compiled(
-    model: nn.Module,
-    device: torch.device,
-    num_steps: int,
-    compile: bool,
-) -> nn.Module:
+def compiled(model: nn.Module, device: torch.device, num_steps: int, compile: bool) -> nn.Module:
     """The model, compiled if `compile`, where torch.compile works here.
 
     Blocks are compiled one by one. Only a run of one rank on a CPU, of COMPILE_WHOLE steps or more, compiles the whole

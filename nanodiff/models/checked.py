@@ -1,5 +1,8 @@
 """Compare compiled code with eager code before its results count."""
 
+import re
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from torch._inductor import config
@@ -15,8 +18,7 @@ def results(out: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The outputs and, if gradients are enabled, the gradients of the sum of their squares."""
     if not out.requires_grad:
         return [out]
-    squares = out.square().sum()
-    grads = torch.autograd.grad(squares, weights, materialize_grads=True)
+    grads = torch.autograd.grad(out.square().sum(), weights, materialize_grads=True)
     return [out.detach(), *grads]
 
 
@@ -53,22 +55,29 @@ class Checked:
             off = self.difference(x_t, t, cond)
             if not off <= tolerance:  # NaN is wrong, too
                 reason = WRONG
-            verdict = reason or "compiled code is right"
-            print0(f"{verdict}: {off:.2g} from eager outputs and gradients (allowed: {tolerance})")
+            print0(
+                f"{reason or 'compiled code is right'}: {off:.2g} from eager outputs and gradients "
+                f"(allowed: {tolerance})"
+            )
         except Exception as error:
             first, *lines = f"{type(error).__name__}: {error}".splitlines()
             reason = [first, *(line for line in lines if "error:" in line)][-1]
         reason = max(from_first_rank(gather_objects(reason), "the check of compiled code"))
         if not reason:
             return
-        if reason == WRONG and device == "cpu" and config.cpp.simdlen != 256:
-            print0("compiled again for AVX2")
+        stub = re.search(r"(/\S+): file too short", reason)
+        if stub:  # torch keeps the empty file of a compiler that was killed
+            Path(stub[1]).unlink(missing_ok=True)
+        elif reason == WRONG and device == "cpu" and config.cpp.simdlen != 256:
+            reason = "for AVX2"
             config.cpp.simdlen = 256
-            torch.compiler.reset()
-            return self.check(x_t, t, cond)
-        # torch keeps the empty file of a compiler that was killed, and every later run fails to load it
-        print0(f"continuing uncompiled: {reason} (if a compilation was killed, rm -r /tmp/torchinductor_* helps)")
-        run_uncompiled()
+        else:
+            print0(f"continuing uncompiled: {reason}")
+            run_uncompiled()
+            return
+        print0(f"compiled again: {reason}")
+        torch.compiler.reset()
+        self.check(x_t, t, cond)
 
     def difference(self, x_t, t, cond: Tensors) -> float:
         """The largest relative error, by norms, of the first and last image's outputs and of each weight's gradient.

@@ -93,14 +93,7 @@ class DiTConfig(Conditioned):
         return max(64, 64 * round(hidden / 64))
 
 
-def token_angles(
-    config: DiTConfig,
-    rows: int,
-    cols: int,
-    base: float,
-    dim: int,
-    device,
-):
+def token_angles(config: DiTConfig, rows: int, cols: int, base: float, dim: int, device):
     """Each token's row and column times base^(-i / dim), i < dim: (T, 2, dim) float64, T = rows * cols.
 
     Rows and columns of a square of G x G tokens count from 0 to G-1; a rectangle has the same centre.
@@ -179,8 +172,7 @@ def split_qkv(qkv, heads):
 
 def modulate(norm, x, shift, scale):
     """norm(x) (1 + scale) + shift in fp32: x (N, T, C), scale and shift (N, 1, C), norm F.rms_norm or F.layer_norm."""
-    h = norm(x.float(), x.shape[-1:], eps=1e-6)
-    return h * (1 + scale) + shift
+    return norm(x.float(), x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
 class Block(nn.Module):

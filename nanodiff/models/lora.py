@@ -10,12 +10,7 @@ from torch import nn
 from nanodiff.common import UserError
 
 
-def adapt(
-    layer: nn.Linear,
-    rank: int,
-    alpha: float,
-    generator: torch.Generator,
-) -> None:
+def adapt(layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
     """Give the layer A and B: it returns W x + b + alpha / rank B A x."""
     n_out, n_in = layer.weight.shape
     device = layer.weight.device

@@ -43,12 +43,7 @@ class SampleSettings:
         return {"cfg_scale": self.cfg_scale, "cfg_interval": f"{low:g},{high:g}"}
 
 
-def choose_sampler(
-    process,
-    sampler: str,
-    steps: int | str,
-    eta: float = 0.0,
-) -> str:
+def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) -> str:
     """Resolve "auto", and refuse what process.sample would fail on. `steps`: a number, or a respacing."""
     if sampler == "auto":
         sampler = process.default_sampler
@@ -65,12 +60,7 @@ def choose_sampler(
     return sampler
 
 
-def choose_guidance(
-    cfg_scale: float,
-    cfg_interval: str,
-    fault: str,
-    overrides,
-):
+def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, overrides):
     """The scale of the guidance that samples get, and its interval of t.
 
     `fault`: why the model cannot be guided, or "". If it cannot, both settings are ignored; a line names those in
