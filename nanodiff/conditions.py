@@ -117,8 +117,7 @@ def null_condition(config: Conditioned, cond: Tensors) -> Tensors:
 def null_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Floats (N, ...) -> the same with 0 instead of NaN, and (N, 1, ..., 1): 1 where a row is null, else 0."""
     is_nan = x.isnan()
-    axes = tuple(range(1, x.ndim))
-    is_null = is_nan.any(axes, keepdim=True)
+    is_null = is_nan.any(tuple(range(1, x.ndim)), keepdim=True)
     return x.masked_fill(is_nan, 0), is_null.to(x.dtype)
 
 

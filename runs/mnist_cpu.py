@@ -18,6 +18,7 @@ timesteps = "loss-second-moment"
 num_iterations = 3600
 total_batch_size = 64
 lr = 0.004
+muon_lr = 0.02
 eval_every = -1
 sample_every = 0
 cfg_scale = 1.0

@@ -126,7 +126,7 @@ log_every = 10  # >= 1: steps between log lines
 # Only arch=dit
 fp8 = False  # the blocks' linear layers in fp8 but for their weights' gradients; on Hopper GPUs (H100) and newer
 # Only optimizer=muon
-muon_lr = 0.0  # >= 0: Muon's learning rate; 0 = derived from the batch
+muon_lr = 0.0  # >= 0: Muon's learning rate; 0 = by batch and steps
 # Only objective=flow|flow_x0|flow_map|flow_map_x0
 time_input = "auto"  # auto|1000t|62.5t|t|1-t: how the network sees t; REPA's takes t, SiT's 1-t; auto = 62.5t for
 #                      arch=dit, else 1000t
@@ -227,11 +227,11 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 #     images = 12 * parameters / tokens           12: target_param_data_ratio; tokens of an image
 #     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 suits 20e6 tokens
 #     steps  = images / batch
-#     rates  = Muon: 0.02 (batch / 64)^(1/4); AdamW: 0.003 sqrt(batch / 64), of a DiT times 256 / width
-# DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.034.
+#     rates  = Muon: 0.02 (batch / 64)^(1/4) min(1, 2000 / steps)^(1/2); AdamW: 0.003 sqrt(batch / 64) 256 / width (DiT)
+# DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.014.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. Late in a long run the gradient's noise limits
-# the loss, so batches grow; the root is a choice (nanochat: the power 0.38). AdamW's root was measured up to batch 128
-# and depth 2. At 512 it made Muon's rate too high, the fourth root did not; 2,048 is untested (runs/LOG.md, 7 and 27).
+# the loss, so batches grow (the root is a choice) and Muon's rate falls (measured to depth 4, 8,000 steps). AdamW's
+# root, right to batch 128, was too much for Muon at 512, the fourth root was not; 2,048 is untested (LOG.md, 7 and 27).
 # 256 / width: AdamW moves each weight by about lr, and a wider layer adds up more such moves; Muon scales itself
 
 # 1) The horizon: how long the run is
@@ -273,14 +273,14 @@ epochs = num_iterations * total_batch_size / len(train_set)
 print0(f"run: {num_iterations:,} steps ({how_long}) x {total_batch_size:,} images: {epochs:.1f} epochs")
 
 # 4) The rates. A resumed run keeps its own
-rate_source = "as before" if checkpoint else "by batch and width"
+rate_source = "as before" if checkpoint else "by batch, width and steps"
 root = math.sqrt(total_batch_size / 64)
 by_width = 1 if arch == "unet" else 256 / model_config.width
 part = 1
 if init_from and not lora_rank:  # a short run cannot repair what high rates break
     rate_source, part = f"{rate_source}; tuning takes less below 500 steps", min(1, num_iterations / 500)
 lr = lr or past_settings.get("lr") or part * 3e-3 * root * by_width
-muon_lr = muon_lr or past_settings.get("muon_lr") or part * 0.02 * math.sqrt(root)
+muon_lr = muon_lr or past_settings.get("muon_lr") or part * 0.02 * math.sqrt(root * 2000 / max(num_iterations, 2000))
 print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} (if not given, {rate_source})")
 
 # 5) How often

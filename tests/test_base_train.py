@@ -103,17 +103,18 @@ def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
 
 
 @pytest.mark.parametrize(
-    "batch, adamw, muon",
+    "batch, steps, adamw, muon",
     [
-        (16, 0.5, 0.5**0.5),
-        (64, 1, 1),
-        (1024, 4, 2),
+        (16, 0, 0.5, 0.5**0.5),
+        (64, 2000, 1, 1),
+        (64, 8000, 1, 0.5),
+        (1024, 3, 4, 2),
     ],
 )
-def test_rates_follow_batch_and_width_unless_given(tiny, run_script, capsys, batch, adamw, muon):
-    """AdamW's as the batch's root and by the width, Muon's as its fourth root."""
-    args = (*TINY, f"--total_batch_size={batch}", "--save_every=-1")
-    rates = f"lr {0.003 * adamw * 4:.3g}, muon_lr {0.02 * muon:.3g} (if not given, by batch and width)"
+def test_rates_follow_batch_width_and_steps_unless_given(tiny, run_script, capsys, batch, steps, adamw, muon):
+    """AdamW's as the batch's root and by the width; Muon's as its fourth root, in long runs by the steps."""
+    args = (*TINY, f"--total_batch_size={batch}", f"--num_iterations={steps}", "--save_every=-1")
+    rates = f"lr {0.003 * adamw * 4:.3g}, muon_lr {0.02 * muon:.3g} (if not given, by batch, width and steps)"
     assert rates in set_up(run_script, capsys, *args)
     assert "lr 0.5, muon_lr 0.7 " in set_up(run_script, capsys, *args, "--lr=0.5", "--muon_lr=0.7")
 

@@ -63,9 +63,7 @@ def inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         case "triangle":
             return (y > -0.5) & (y + 3**0.5 * dx < 1)
         case "cross":
-            longer = np.maximum(dx, dy)
-            shorter = np.minimum(dx, dy)
-            return (longer < 0.96) & (shorter < 0.27)
+            return (np.maximum(dx, dy) < 0.96) & (np.minimum(dx, dy) < 0.27)
         case "bar":
             return (dx < 0.96) & (dy < 0.28)
         case "stripes":

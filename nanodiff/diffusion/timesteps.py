@@ -53,8 +53,7 @@ class Timesteps(torch.nn.Module):
         self.draw = draw
         self.process = process
         # draw grows with u, so these t come from one range of u
-        evenly = (torch.arange(100_000) + 0.5) / 100_000
-        t, _ = draw(evenly, process)
+        t, _ = draw((torch.arange(100_000) + 0.5) / 100_000, process)
         t = t / process.t_max
         self.u_low = (t < low).float().mean().item()
         self.u_high = (t <= high).float().mean().item()
