@@ -130,7 +130,8 @@ def test_an_evaluation_compiles_nothing_and_sees_the_same(plain, monkeypatch):
 
 
 KILLED = "g++: fatal error: Killed signal terminated program cc1plus"
-STUB = "of a compiler that was killed"
+STUB = "an empty file in torch's cache"
+FOREIGN = "an empty file elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -141,16 +142,20 @@ STUB = "of a compiler that was killed"
         ((), "continuing uncompiled: compiled code is wrong here"),
         (KILLED, f"continuing uncompiled: {KILLED}"),
         (STUB, "compiled code is right"),
+        (FOREIGN, "continuing uncompiled: OSError"),
     ],
 )
 def test_wrong_compiled_code_is_found_and_replaced(right_for, said, tmp_path, monkeypatch, capsys):
-    """Code of one wrong gradient of a new model, where most are 0, or none, as the compiler fails or has left an empty
-    file when it was killed: that is made anew. Right code is compiled once; no weight changes."""
-    stub = tmp_path / "c2.main.so"
+    """Code of one wrong gradient of a new model, where most are 0, or none, as the compiler fails or left an empty file
+    when it was killed: that file is made anew, and no other deleted. Right code is compiled once; no weight changes."""
+    cache = tmp_path / "a cache"
+    cache.mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    stub = (tmp_path if right_for == FOREIGN else cache) / "c2.main.so"
     stub.touch()
 
     def backward(graph, inputs):
-        if right_for == STUB:
+        if right_for in (STUB, FOREIGN):
             if stub.exists():
                 ctypes.CDLL(str(stub))
             return make_boxed_func(graph.forward)

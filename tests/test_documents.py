@@ -337,6 +337,9 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
         if depth == "4":
             assert f"learned this in {float(minutes):.0f} minutes on two CPU cores" in readme
             assert f"With fewer than {round(images / 400, -2):,.0f} images, depth 4 may copy them" in readme
+    (guided,) = read_log(RUNS / "records" / "gpu_e0c6c21.txt")["score"]
+    assert f"({guided:.2f} against 1.68, by 1,000 samples)" in readme
+    assert "Of 1,000 samples (seed 0) the flow model scores 1.68" in (RUNS / "weights" / "README.md").read_text()
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
     speed = re.search(r"^depth 12, .* (\S+) images/s", log, re.M)[1]
     hours = 61_000 * 100 / int(speed.replace(",", "")) / 3600

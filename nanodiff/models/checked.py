@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._inductor import config
+from torch._inductor import codecache, config
 
 from nanodiff.common import Tensors, make_generator, print0
 from nanodiff.device import run_uncompiled
@@ -65,7 +65,7 @@ class Checked:
         reason = max(from_first_rank(gather_objects(reason), "the check of compiled code"))
         if not reason:
             return
-        stub = re.search(r"(/\S+): file too short", reason)
+        stub = re.search(rf"({re.escape(codecache.cache_dir())}/\S+): file too short", reason)
         if stub:  # torch keeps the empty file of a compiler that was killed
             Path(stub[1]).unlink(missing_ok=True)
         elif reason == WRONG and device == "cpu" and config.cpp.simdlen != 256:
