@@ -12,7 +12,7 @@
 Defaults are literals. A part of the program can have its settings in its own module, listed in configure's `modules`:
 as assignments like a script's; or as fields of a class or parameters of a function, under a comment "# Only ...".
 
-Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help=all lists everything; --help
+Then `python3 -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help=all lists everything; --help
 stops after the group "What everybody touches", if there is one.
 The trailing comment is both the help and the check. It may begin with a rule, which ends at ": " or the line's end:
 alternatives separated by "|" or " or ", each a comparison (`>= 1`), an interval (`[0, 1)`) or a plain value
@@ -241,7 +241,7 @@ def help_text(settings: Settings, globals_: dict, whole: bool) -> str:
     """Usage, the first two paragraphs of the docstring, then the settings, as wide as the terminal."""
     script = Path(globals_["__file__"]).stem
     lines = [
-        f"usage: python -m scripts.{script} [preset.py ...] [--key=value ...]    (later wins)",
+        f"usage: python3 -m scripts.{script} [preset.py ...] [--key=value ...]    (later wins)",
         *globals_["__doc__"].split("\n\n")[:2],
         "\nsettings, with default and type; accepted values, if limited, a colon, the meaning:",
     ]

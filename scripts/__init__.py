@@ -1,4 +1,4 @@
-"""Programs: `python -m scripts.NAME`."""
+"""Programs: `python3 -m scripts.NAME`."""
 
 import sys
 from contextlib import suppress

@@ -1,14 +1,14 @@
 """
 Evaluate a trained model, or images in a file or a folder.
 
-    python -m scripts.base_eval --metric=loss               # validation loss of the averaged weights, by t
-    python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion; by timestep in the file
-    python -m scripts.base_eval --metric=class_accuracy     # do samples show the class they were asked for?
-    python -m scripts.base_eval --metric=well_formed        # are samples drawn as well as real shapes? embedded sets
-    python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, IS, precision, recall
-    python -m scripts.base_eval --metric=fd_classifier      # the same with the data set's classifier: no download
-    python -m scripts.base_eval --metric=fd_classifier --sampler=euler,heun --steps=5,10,25    # one row for each pair
-    python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10    # or a folder of PNG or JPEG files
+    python3 -m scripts.base_eval --metric=loss               # validation loss of the averaged weights, by t
+    python3 -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion; by timestep in the file
+    python3 -m scripts.base_eval --metric=class_accuracy     # do samples show the class they were asked for?
+    python3 -m scripts.base_eval --metric=well_formed        # are samples drawn as well as real shapes? embedded sets
+    python3 -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, IS, precision, recall
+    python3 -m scripts.base_eval --metric=fd_classifier      # the same with the data set's classifier: no download
+    python3 -m scripts.base_eval --metric=fd_classifier --sampler=euler,heun --steps=5,10,25    # one row for each pair
+    python3 -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10    # or a folder of PNG or JPEG files
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --model=... --metric=...
 """
 

@@ -1,10 +1,10 @@
 """
 Train an image diffusion model: settings, setup, loop, end. Read it top to bottom.
 
-    python -m scripts.base_train runs/shapes_cpu.py             # a first model, in minutes on a laptop's CPU
-    python -m scripts.base_train --data=cifar10 --depth=8       # a data set made by scripts.prepare_data
+    python3 -m scripts.base_train runs/shapes_cpu.py             # a first model, in minutes on a laptop's CPU
+    python3 -m scripts.base_train --data=cifar10 --depth=8       # a data set made by scripts.prepare_data
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train --data=cifar10 --depth=12
-    python -m scripts.base_train --init_from=DiT-XL-2-256x256.pt --data=mine_latents --lora_rank=8 --num_epochs=2
+    python3 -m scripts.base_train --init_from=DiT-XL-2-256x256.pt --data=mine_latents --lora_rank=8 --num_epochs=2
 
 Rerunning the same command resumes where the run stopped. What it does, for the default, flow matching:
 

@@ -2,8 +2,8 @@
 Time runs of base_train that take turns, so that machine noise hits all alike. By default the published recipe (DiT's
 classic block predicts eps and a variance; AdamW, fp32 or on GPUs TF32, not compiled) and ours.
 
-    python -m scripts.bench
-    python -m scripts.bench --arms="--optimizer=muon | --optimizer=adamw" --shared="--depth=6 --total_batch_size=64"
+    python3 -m scripts.bench
+    python3 -m scripts.bench --arms="--optimizer=muon | --optimizer=adamw" --shared="--depth=6 --total_batch_size=64"
 
 The table shows medians over the steps of all turns. first_step_s is shorter if torch.compile's cache is filled.
 """

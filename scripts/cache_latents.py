@@ -1,7 +1,7 @@
 """
 Stage one of two-stage training: encode the images of a set once with an autoencoder; training reads their latents.
 
-    python -m scripts.cache_latents --data=photos --autoencoder=taef2_encoder.pth       # makes photos_taef2
+    python3 -m scripts.cache_latents --data=photos --autoencoder=taef2_encoder.pth       # makes photos_taef2
     torchrun --standalone --nproc_per_node=8 -m scripts.cache_latents --data=imagenet256 --autoencoder=sd-vae/ --flip
 
 Stores in fp16 each latent's mean and, unless it is zero, its standard deviation; with --flip also the mirrored image's.
@@ -127,5 +127,5 @@ with writer if is_first_rank() else contextlib.nullcontext():  # only the first 
         latents |= {"mean": mean.tolist(), "std": std.tolist()}
     writer.meta["latents"] = latents
 print0(f"made {writer.path}: latents of {encoder.latent_channels}x{latent_size}x{latent_size}")
-print0(f"train on it: python -m scripts.base_train --data={writer.path.name}")
+print0(f"train on it: python3 -m scripts.base_train --data={writer.path.name}")
 leave_together()

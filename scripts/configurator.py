@@ -1,4 +1,4 @@
-"""Lets `python scripts/base_train.py` run like `python -m scripts.base_train`: Python finds this file first, and it
+"""Lets `python scripts/base_train.py` run like `python3 -m scripts.base_train`: Python finds this file first, and it
 imports the real configurator."""
 
 import sys

@@ -1,9 +1,9 @@
 """
 Write a trained model to a file: for nanodiff, or in the published format of Meta's DiT or OpenAI's UNet.
 
-    python -m scripts.export --model=shapes_dit_d4              # then: scripts.sample --model=FILE.safetensors
-    python -m scripts.export --model=my_dit --form=meta         # as facebookresearch/DiT's .pt
-    python -m scripts.export --model=my_unet --form=openai      # as openai/improved-diffusion's .pt
+    python3 -m scripts.export --model=shapes_dit_d4              # then: scripts.sample --model=FILE.safetensors
+    python3 -m scripts.export --model=my_dit --form=meta         # as facebookresearch/DiT's .pt
+    python3 -m scripts.export --model=my_unet --form=openai      # as openai/improved-diffusion's .pt
 
 A .safetensors holds all that sampling needs. Meta's form holds the weights as "ema", as Meta's training checkpoints do,
 and also the heads, schedule and T that nanodiff needs. OpenAI's form is a state dict: it holds neither these nor a null
@@ -68,6 +68,6 @@ except OSError as e:
 
 num_params = sum(p.numel() for p in source.model.parameters())
 print0(f"{num_params:,} parameters of {source.source} ({source.weights}): {path}")
-print0(f"to sample: python -m scripts.sample --model={shlex.quote(with_options(path, options))}")
+print0(f"to sample: python3 -m scripts.sample --model={shlex.quote(with_options(path, options))}")
 if form != "safetensors":
     print0("other loaders need the same settings; the file holds no class names")

@@ -2,8 +2,8 @@
 What can I train here in an hour? Time a few steps of some depths, print what each would reach, with advice and the
 command for the best. This takes a minute or two.
 
-    python -m scripts.plan --data=mine --minutes=60
-    python -m scripts.plan --data=mine --minutes=600 --ranks=8     # on eight GPUs of one machine
+    python3 -m scripts.plan --data=mine --minutes=60
+    python3 -m scripts.plan --data=mine --minutes=600 --ranks=8     # on eight GPUs of one machine
 
 A model is whole at 8 to 12 image tokens per parameter. With fewer it is too large for the time; with many more, a
 deeper one draws better.

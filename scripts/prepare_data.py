@@ -1,13 +1,13 @@
 """Turn images into a data set for training: shards of uint8, or fp16 for arrays, in $NANODIFF_BASE_DIR/data/<name>.
 
-python -m scripts.prepare_data --source=cifar10                                    downloads 170 MB
-python -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos        a folder, one sub-folder per class
-python -m scripts.prepare_data --path=shards/ --resolution=64 --name=web           WebDataset's tars; or 'shards/*.tar'
-python -m scripts.prepare_data --path=photos/ --resolution=64 --aspect_buckets     images keep their shape
-python -m scripts.prepare_data --path=mnist/ --name=mnist                          IDX files
-python -m scripts.prepare_data --path=scans.npy --range=-1000,3000                 (N, H, W), any numbers
-python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two       some of the classes
-python -m scripts.prepare_data --verify=photos                                     verifies all files by SHA-256
+python3 -m scripts.prepare_data --source=cifar10                                    downloads 170 MB
+python3 -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos        a folder, one sub-folder per class
+python3 -m scripts.prepare_data --path=shards/ --resolution=64 --name=web           WebDataset's tars; or 'shards/*.tar'
+python3 -m scripts.prepare_data --path=photos/ --resolution=64 --aspect_buckets     images keep their shape
+python3 -m scripts.prepare_data --path=mnist/ --name=mnist                          IDX files
+python3 -m scripts.prepare_data --path=scans.npy --range=-1000,3000                 (N, H, W), any numbers
+python3 -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two       some of the classes
+python3 -m scripts.prepare_data --verify=photos                                     verifies all files by SHA-256
 
 Folders named train, val or test are splits. Unreadable files are listed in skipped.txt.
 After a kill the same command resumes, with any number of workers; of a complete set it says that.
@@ -167,5 +167,5 @@ if pairs:
 details = ", ".join([details, *images_in.arrays])
 print0(
     f"made {writer.path} in {dt:.1f} s: {numbers} images, {sizes}, {details}; "
-    f"train on it: python -m scripts.base_train --data={writer.path.name}"
+    f"train on it: python3 -m scripts.base_train --data={writer.path.name}"
 )

@@ -1,9 +1,9 @@
 """
 Write the report of a run, or one page that overlays several; print its path.
 
-    python -m scripts.report                     # the newest run: runs/<tag>/report.html
-    python -m scripts.report RUN                 # a run by its tag or folder
-    python -m scripts.report RUN_A RUN_B ...     # overlaid: compare_RUN_A_RUN_B.html beside RUN_A
+    python3 -m scripts.report                     # the newest run: runs/<tag>/report.html
+    python3 -m scripts.report RUN                 # a run by its tag or folder
+    python3 -m scripts.report RUN_A RUN_B ...     # overlaid: compare_RUN_A_RUN_B.html beside RUN_A
 """
 
 import sys

@@ -1,12 +1,12 @@
 """
 Sample from a trained model: a grid to look at, or an .npz of any number of images, as ADM's evaluations read it.
 
-    python -m scripts.sample                                   # the newest run, averaged weights
-    python -m scripts.sample --model=shapes_dit_d4 --classes=0,3 --num_images=16 --cfg_scale=4
+    python3 -m scripts.sample                                   # the newest run, averaged weights
+    python3 -m scripts.sample --model=shapes_dit_d4 --classes=0,3 --num_images=16 --cfg_scale=4
     torchrun --standalone --nproc_per_node=8 -m scripts.sample --model=cifar10_dit_d12 --num_images=50000 --npz
-    python -m scripts.sample --model=DiT-XL-2-256x256.pt         # Meta's or improved-diffusion's published format
-    python -m scripts.sample --model=ema.pt,heads=2,num_timesteps=100    # with settings that such a file lacks
-    python -m scripts.sample --model=upsampler --low_res=base_samples.npz  # super-resolution of another model's samples
+    python3 -m scripts.sample --model=DiT-XL-2-256x256.pt         # Meta's or improved-diffusion's published format
+    python3 -m scripts.sample --model=ema.pt,heads=2,num_timesteps=100    # with settings that such a file lacks
+    python3 -m scripts.sample --model=upsampler --low_res=base_samples.npz  # super-resolution of other samples
 
 Image i depends only on (seed, i) and its conditions. After a stop or a kill the same command resumes, on any number of
 ranks, and writes the same bytes.

@@ -1,8 +1,8 @@
 """
 A local page to sample from trained models: choose, watch the denoising, download the picture.
 
-    python -m scripts.sample_web                                # http://127.0.0.1:8000, the newest run first
-    python -m scripts.sample_web --model=shapes_dit_d4 --port=0   # any free port
+    python3 -m scripts.sample_web                                # http://127.0.0.1:8000, the newest run first
+    python3 -m scripts.sample_web --model=shapes_dit_d4 --port=0   # any free port
 
 The page starts from the settings of the run's own grids. With the same settings, image i is the one that
 scripts/sample.py draws.

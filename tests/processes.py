@@ -29,7 +29,7 @@ def free_port():
 
 
 def run_as_main(program, args, env, files, before):
-    """In the new process: what `python -m scripts.program` does, after `before()`; or program(*args)."""
+    """In the new process: what `python3 -m scripts.program` does, after `before()`; or program(*args)."""
     os.environ.clear()
     os.environ.update(env)
     for number, file in zip((1, 2), files):

@@ -306,7 +306,7 @@ def test_as_a_program(tmp_path):
         return r.returncode, r.stdout, r.stderr
 
     _, help_text, _ = run("--help")
-    assert "python -m scripts.program [preset.py ...]" in help_text
+    assert "python3 -m scripts.program [preset.py ...]" in help_text
     assert run("--depth=3") == (0, "3\n", "")
     assert run("--depth=x") == (2, "", "error: depth='x' is not accepted; accepted: an integer, >= 1\n")
     assert run("--depth=x", rank="1") == (2, "", "")

@@ -21,6 +21,7 @@ from nanodiff.diffusion import flow
 from nanodiff.formats.published import to_meta
 from nanodiff.metrics import classifier, features
 from nanodiff.models.dit import DiT, DiTConfig
+from nanodiff.prepare import sources
 from nanodiff.safetensors import load_safetensors
 
 RUNS = ROOT / "runs"
@@ -118,7 +119,7 @@ def place(base, monkeypatch):
     monkeypatch.setattr(features, "load_inception", lambda *_: network)
     for library in ("datasets", "transformers"):
         monkeypatch.setitem(sys.modules, library, Words())
-    make_data("cifar10", resolution=32)  # the sets of which the presets speak
+    make_data("cifar10", resolution=32, class_names=sources.CIFAR10_CLASSES)  # the sets of which the presets speak
     make_data("mnist", resolution=28)
     for file in make_folder(base / "FOLDER", sizes=((20, 30), (30, 20)), per_class=6):
         (base / "FOLDER" / file).with_suffix(".txt").write_text("a caption")
@@ -154,7 +155,8 @@ def test_the_pages_run_from_top_to_bottom(place, run_script):
             return
         given = dict(arg[2:].partition("=")[::2] for arg in args if arg.startswith("--"))
         for preset in RUNS.glob(f"{given.get('model')}.py"):  # of which a page says only the name
-            if not (place / "runs" / preset.stem).exists():
+            shipped = RUNS / "weights" / f"{preset.stem}.safetensors"
+            if not (place / "runs" / preset.stem).exists() and not shipped.exists():
                 run("base_train", f"runs/{preset.name}")
         more = [*SMALLER.get(script, [])]
         if "steps" in given and script == "base_eval":
@@ -292,22 +294,22 @@ def test_the_headlines_have_logs():
     readme = (ROOT / "README.md").read_text()
     assert f"| photos that no model has seen | | | {real:.2f} |" in readme
     record = spellings(read_log(RUNS / "records" / "cpu_1c4e837.txt")["score"], 2)
-    assert f"[{record[1]}](runs/records/cpu_1c4e837.txt) over three trainings" in readme
+    assert f"[{record[1]}](runs/records/cpu_1c4e837.txt) over three seeds" in readme
 
 
 def test_the_readmes_change_of_a_sampler_draws_mirrored_images(monkeypatch):
-    added = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    line = "    v = velocity(x, t)\n"
+    header, added, line = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1].splitlines()
     source = inspect.getsource(flow.euler)
-    assert source.count(line) == 1
+    assert source.startswith(header[1:])
+    assert source.count(line[1:]) == 1
     scope = {**vars(flow)}
-    exec(source.replace(line, line + added), scope)
+    exec(source.replace(line[1:], f"{added[1:]}\n{line[1:]}"), scope)
     model = nanodiff.load(RUNS / "weights" / "cifar10.safetensors")
-    settings = dict(classes=["horse", "ship"], num_images=2, sampler="euler", steps=5)
+    settings = dict(classes=["automobile", "ship"], num_images=2, sampler="euler", steps=5)
     plain = model.sample(**settings).astype(int)
     monkeypatch.setitem(flow.SAMPLERS, "euler", scope["euler"])
     mirrored = model.sample(**settings).astype(int)
-    assert np.abs(mirrored - mirrored[:, :, ::-1]).max() <= 1
+    assert np.abs(mirrored - mirrored[:, :, ::-1]).mean() < 2  # the last step's velocity is not quite symmetric
     assert np.abs(plain - plain[:, :, ::-1]).mean() > 10
     assert mirrored.std() > 20
 
@@ -335,16 +337,13 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
         assert int(steps.replace(",", "")) * int(batch) == pytest.approx(images, rel=0.01)
         assert "2 threads" in log
         if depth == "4":
-            assert f"learned this in {float(minutes):.0f} minutes on two CPU cores" in readme
+            assert f"drew these after {float(minutes):.0f} minutes of training on two CPU cores" in readme
             assert f"With fewer than {round(images / 400, -2):,.0f} images, depth 4 may copy them" in readme
-    (guided,) = read_log(RUNS / "records" / "gpu_e0c6c21.txt")["score"]
-    assert f"({guided:.2f} against 1.68, by 1,000 samples)" in readme
-    assert "Of 1,000 samples (seed 0) the flow model scores 1.68" in (RUNS / "weights" / "README.md").read_text()
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
     speed = re.search(r"^depth 12, .* (\S+) images/s", log, re.M)[1]
     hours = 61_000 * 100 / int(speed.replace(",", "")) / 3600
     taken = f"{60 * hours:.0f} minutes, or ${3 * hours:.0f}"
-    assert f"By an H100's speed, depth 12 takes it {taken}." in readme
+    assert f"We estimate {taken}, for depth 12 on an H100" in readme
     guide = " ".join((RUNS / "GUIDE.md").read_text().split())
     assert f"61,000, each 100 times (an H100: {taken}, by its speed)" in guide
 

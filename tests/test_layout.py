@@ -149,11 +149,10 @@ def test_what_is_installed_is_all_that_runs_need():
 def test_the_readme_shows_the_loop_as_it_is():
     """README's heart is Python; each of its lines is one of the file that it names above, in its order."""
     readme = (ROOT / "README.md").read_text()
-    heart = readme.split("## The heart of it")[1].split("```py\n")[1].split("```")[0]
-    ast.parse(heart)
     shown = 0
-    for part in heart.strip().split("\n\n"):
-        title, *lines = part.splitlines()
+    for part in re.findall(r"```py\n(.*?)```", readme.split("## The heart of it")[1], re.S):
+        ast.parse(part)
+        title, *lines = map(str.strip, part.splitlines())
         source = (ROOT / title.split(": ")[1]).read_text()
         rest = iter([line.split("  #")[0].strip() for line in source.splitlines()])
         assert [line for line in lines if line.split("  #")[0] not in rest] == []  # `in` moves the iterator on

@@ -255,7 +255,7 @@ def open_dataset(
         raise UserError(
             f"no data set {name!r}; nearest in {data_dir()}: {nearest(name, names)}; "
             f"drawn on first use: {', '.join(SHAPES)}; "
-            "prepare another with `python -m scripts.prepare_data --path=... --name=...`, "
+            "prepare another with `python3 -m scripts.prepare_data --path=... --name=...`, "
             "cifar10 with --source=cifar10 --name=cifar10"
         )
     dataset = Dataset(path, split)

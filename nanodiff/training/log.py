@@ -279,7 +279,7 @@ def end(log: RunLog, step: int, train_time_s: float, device: torch.device, has_c
         f"{step:,} steps in {train_time_s / 60:.1f} minutes of training, "
         f"{peak_memory_gb(device):.1f} GiB of memory at the peak"
     )
-    sample = f"; to sample: python -m scripts.sample --model={shlex.quote(log.run_dir.name)}" if has_checkpoint else ""
+    sample = f"; to sample: python3 -m scripts.sample --model={shlex.quote(log.run_dir.name)}" if has_checkpoint else ""
     print0(f"everything is in {log.run_dir}{sample}")
     leave_together()
     if number:

@@ -318,5 +318,5 @@ def refresh_report(run_dir: Path, due: float = 0.0) -> float:
     try:
         write_report([run_dir], run_dir / "report.html")
     except Exception as e:
-        print0(f"no report: {type(e).__name__}: {e}; see python -m scripts.report {shlex.quote(str(run_dir))}")
+        print0(f"no report: {type(e).__name__}: {e}; see python3 -m scripts.report {shlex.quote(str(run_dir))}")
     return start + 100 * (time.monotonic() - start)  # writing takes seconds for long logs

@@ -1,7 +1,7 @@
 """Shapes and their outlines, for runs/pairs.sh.
 
-python -m runs.pairs.outlines make FOLDER        images with outlines for training; outlines alone to ask for
-python -m runs.pairs.outlines judge FOLDER       do the samples fill their outlines? A table, and a picture
+python3 -m runs.pairs.outlines make FOLDER        images with outlines for training; outlines alone to ask for
+python3 -m runs.pairs.outlines judge FOLDER       do the samples fill their outlines? A table, and a picture
 """
 
 import sys

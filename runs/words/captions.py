@@ -1,7 +1,7 @@
 """Shapes with captions, for runs/words.sh.
 
-python -m runs.words.captions make FOLDER        images with captions for training; captions alone to ask for
-python -m runs.words.captions judge FOLDER       what do the samples show? A table, and a picture
+python3 -m runs.words.captions make FOLDER        images with captions for training; captions alone to ask for
+python3 -m runs.words.captions judge FOLDER       what do the samples show? A table, and a picture
 """
 
 import functools
