@@ -292,7 +292,7 @@ def test_the_headlines_have_logs():
     assert len(ROWS) == len({*map(str, ROWS)})
     (real,) = {*read_log(RUNS / "records" / "cpu_1c4e837.txt")["real"]}
     readme = (ROOT / "README.md").read_text()
-    assert f"| photos that no model has seen | | | {real:.2f} |" in readme
+    assert f"| held-out photos | | | {real:.2f} |" in readme
     record = spellings(read_log(RUNS / "records" / "cpu_1c4e837.txt")["score"], 2)
     assert f"[{record[1]}](runs/records/cpu_1c4e837.txt) over three seeds" in readme
 
@@ -338,12 +338,12 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
         assert "2 threads" in log
         if depth == "4":
             assert f"drew these after {float(minutes):.0f} minutes of training on two CPU cores" in readme
-            assert f"With fewer than {round(images / 400, -2):,.0f} images, depth 4 may copy them" in readme
+            assert f"With fewer than {round(images / 400, -2):,.0f} images, depth 4 may memorize them" in readme
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
     speed = re.search(r"^depth 12, .* (\S+) images/s", log, re.M)[1]
     hours = 61_000 * 100 / int(speed.replace(",", "")) / 3600
     taken = f"{60 * hours:.0f} minutes, or ${3 * hours:.0f}"
-    assert f"We estimate {taken}, for depth 12 on an H100" in readme
+    assert f"For depth 12 on an H100 we estimate {taken}." in readme
     guide = " ".join((RUNS / "GUIDE.md").read_text().split())
     assert f"61,000, each 100 times (an H100: {taken}, by its speed)" in guide
 
@@ -361,7 +361,7 @@ def test_the_cards_figures_are_those_in_the_shipped_files():
         assert f"{figures['recall'][0]:.3f}" in row
         if name == "cifar10":
             readme = (ROOT / "README.md").read_text()
-            assert f"| included model | 5.1M | 7 hours, other CPUs | {distance:.2f} |" in readme
+            assert f"| 4, included model | 5.1M | 7 hours, other CPUs | {distance:.2f} |" in readme
 
 
 def test_the_picture_shows_the_first_samples_of_the_logged_run():
