@@ -337,8 +337,13 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
         assert int(steps.replace(",", "")) * int(batch) == pytest.approx(images, rel=0.01)
         assert "2 threads" in log
         if depth == "4":
-            assert f"drew these after {float(minutes):.0f} minutes of training on two CPU cores" in readme
             assert f"With fewer than {round(images / 400, -2):,.0f} images, depth 4 may memorize them" in readme
+    emoji = (RUNS / "records" / "emoji_42dd5fe.txt").read_text()
+    (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
+    assert f"after [{float(minutes):.0f} minutes](runs/records/emoji_42dd5fe.txt) of training on two CPU" in readme
+    copies, real_copies = re.search(r"([\d.]+%) copies \(([\d.]+%)\)", emoji).groups()
+    assert f"{copies} of the samples nearly repeat" in readme
+    assert f"than held-out emoji do ({real_copies})" in readme
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
     speed = re.search(r"^depth 12, .* (\S+) images/s", log, re.M)[1]
     hours = 61_000 * 100 / int(speed.replace(",", "")) / 3600
