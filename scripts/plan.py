@@ -82,7 +82,7 @@ if not whole:
     print0(f"none gets {WHOLE} tokens per parameter: give more minutes or images, or fine-tune (runs/GUIDE.md)")
 if best["epochs"] >= MOST_EPOCHS:
     print0(f"few images for {minutes:g} minutes: the run ends after {MOST_EPOCHS} epochs of them")
-launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
+launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python3"
 every = math.ceil(best["steps"] / NUM_CHECKS)
 print0(
     f"{launcher} -m scripts.base_train --data={shlex.quote(data)} --depth={best['depth']} "

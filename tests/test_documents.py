@@ -340,7 +340,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
             assert f"With fewer than {round(images / 400, -2):,.0f} images, depth 4 may memorize them" in readme
     emoji = (RUNS / "records" / "emoji_42dd5fe.txt").read_text()
     (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
-    assert f"for [{float(minutes):.0f} minutes](runs/records/emoji_42dd5fe.txt) on two CPU cores" in readme
+    assert f"for [{float(minutes):.0f} minutes](runs/records/emoji_42dd5fe.txt) on at most two CPU cores" in readme
     copies, real_copies = re.search(r"([\d.]+%) copies \(([\d.]+%)\)", emoji).groups()
     assert f"{copies} of the samples are near-copies of a training image, versus {real_copies} of real" in readme
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()

@@ -62,7 +62,7 @@ def test_a_row_takes_the_minutes_and_counts_tokens_per_parameter(run_plan):
 @pytest.mark.parametrize("minutes", [60, 300, 900, 3000])
 def test_the_deepest_whole_model_is_recommended(run_plan, minutes):
     rows, text = run_plan(f"--minutes={minutes}")
-    command = re.search(r"--depth=(\d+) .*=(\d+) --total_batch_size=(\d+) ", text)
+    command = re.search(r"^python3 -m .* --depth=(\d+) .*=(\d+) --total_batch_size=(\d+) ", text, re.M)
     depth, steps, batch = map(int, command.groups())
     (best,) = [row for row in rows if row["depth"] == depth]
     assert best["steps"] == steps
