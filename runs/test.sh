@@ -4,4 +4,4 @@ needs="pytest, ruff, xdist"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 python3 -m ruff check .
 python3 -m ruff format --check .
-python3 -m pytest -n auto --maxprocesses=4 --dist=worksteal "$@"
+python3 -m pytest -n 3 --dist=worksteal "$@"

@@ -292,7 +292,7 @@ def test_the_headlines_have_logs():
     assert len(ROWS) == len({*map(str, ROWS)})
     (real,) = {*read_log(RUNS / "records" / "cpu_1c4e837.txt")["real"]}
     readme = (ROOT / "README.md").read_text()
-    assert f"| held-out photos (floor) | | | {real:.2f} |" in readme
+    assert f"| held-out photos | | | | {real:.2f} |" in readme
     record = spellings(read_log(RUNS / "records" / "cpu_1c4e837.txt")["score"], 2)
     assert f"[{record[1]}](runs/records/cpu_1c4e837.txt) over three seeds" in readme
 
@@ -321,7 +321,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
     readme = " ".join(readme.split())
     assert [depth for depth, _ in rows] == ["2", "3", "4"]
     for depth, row in rows:
-        parameters, training, _ = row.split(" | ")  # the distance: see the rows above
+        parameters, epochs, training, _ = row.split(" | ")  # the distance: see the rows above
         config = DiTConfig.from_depth(int(depth), 32, in_channels=3, out_channels=3, num_classes=10)
         with torch.device("meta"):
             model = DiT(config)
@@ -333,21 +333,22 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
         assert f"[{float(minutes):.0f} minutes]" in training
         assert f"--depth={depth} --flip" in log
         assert f"dit d{depth}: {num_params:,} parameters" in log
-        steps, batch = re.search(r"^run: ([\d,]+) steps .* x (\d+) images", log, re.M).groups()
+        run = r"^run: ([\d,]+) steps .* x (\d+) images: (\S+) epochs"
+        steps, batch, logged_epochs = re.search(run, log, re.M).groups()
+        assert epochs == logged_epochs
         assert int(steps.replace(",", "")) * int(batch) == pytest.approx(images, rel=0.01)
         assert "2 threads" in log
         if depth == "4":
             assert f"With fewer than {round(images / 400, -2):,.0f} images, depth 4 may memorize them" in readme
     emoji = (RUNS / "records" / "emoji_42dd5fe.txt").read_text()
     (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
-    assert f"for [{float(minutes):.0f} minutes](runs/records/emoji_42dd5fe.txt) on at most two CPU cores" in readme
+    assert f"after [{float(minutes):.0f} minutes](runs/records/emoji_42dd5fe.txt) of training on two CPU" in readme
     copies, real_copies = re.search(r"([\d.]+%) copies \(([\d.]+%)\)", emoji).groups()
-    assert f"{copies} of the samples are near-copies of a training image, versus {real_copies} of real" in readme
+    assert f"{copies} of its samples nearly match one; of real held-out emoji, {real_copies} do." in readme
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
     speed = re.search(r"^depth 12, .* (\S+) images/s", log, re.M)[1]
     hours = 61_000 * 100 / int(speed.replace(",", "")) / 3600
     taken = f"{60 * hours:.0f} minutes, or ${3 * hours:.0f}"
-    assert f"For depth 12 we estimate {taken}." in readme
     guide = " ".join((RUNS / "GUIDE.md").read_text().split())
     assert f"61,000, each 100 times (an H100: {taken}, by its speed)" in guide
 
@@ -365,7 +366,7 @@ def test_the_cards_figures_are_those_in_the_shipped_files():
         assert f"{figures['recall'][0]:.3f}" in row
         if name == "cifar10":
             readme = (ROOT / "README.md").read_text()
-            assert f"| 4, included model | 5.1M | 7 hours, other CPUs | {distance:.2f} |" in readme
+            assert f"The included model (depth 4, 70 epochs) reaches {distance:.2f}." in readme
 
 
 def test_the_picture_shows_the_first_samples_of_the_logged_run():

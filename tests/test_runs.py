@@ -73,10 +73,11 @@ def test_published_sizes(preset, data, parameters):
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-@pytest.mark.parametrize("story", "cpu cifar10 few_steps finetune miniseries pairs record speedrun words".split())
+@pytest.mark.parametrize("story", "cpu cifar10 emoji few_steps finetune miniseries pairs record speedrun words".split())
 def test_a_story_measures_the_run_that_it_trained(tmp_path, story):
-    (tmp_path / "python3").write_text(FAKE)
-    (tmp_path / "python3").chmod(0o755)
+    for program in ("python3", "npm"):
+        (tmp_path / program).write_text(FAKE)
+        (tmp_path / program).chmod(0o755)
     env = os.environ | {"CALLS": str(tmp_path / "calls"), "NANODIFF_BASE_DIR": str(tmp_path)}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DEPTHS": "2"}
     before = {"record": ["cpu", "1"], "speedrun": ["images", "vae"]}.get(story, [])  # those of base_train come last
