@@ -344,9 +344,12 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
     (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
     assert f"after [{float(minutes):.0f} minutes](runs/records/emoji_42dd5fe.txt) of training on two CPU" in readme
     copies, real_copies = re.search(r"([\d.]+%) copies \(([\d.]+%)\)", emoji).groups()
-    assert f"{copies} of its samples nearly match one; of real held-out emoji, {real_copies} do." in readme
+    assert f"only {copies} of the samples are near-copies of one" in readme
+    assert f"even among real emoji it never saw, {real_copies} are." in readme
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
-    speed = re.search(r"^depth 12, .* (\S+) images/s", log, re.M)[1]
+    speeds = dict(re.findall(r"^depth (\d+), .* (\S+) images/s", log, re.M))
+    assert f"an H100 trains depth 6 at [{speeds['6']} images per second](runs/records/gpu_0028b2a.txt)" in readme
+    speed = speeds["12"]
     hours = 61_000 * 100 / int(speed.replace(",", "")) / 3600
     taken = f"{60 * hours:.0f} minutes, or ${3 * hours:.0f}"
     guide = " ".join((RUNS / "GUIDE.md").read_text().split())
@@ -366,7 +369,7 @@ def test_the_cards_figures_are_those_in_the_shipped_files():
         assert f"{figures['recall'][0]:.3f}" in row
         if name == "cifar10":
             readme = (ROOT / "README.md").read_text()
-            assert f"The included model (depth 4, 70 epochs) reaches {distance:.2f}." in readme
+            assert f"| 4, included model | 5.1M | 70 | 7 hours | {distance:.2f} |" in readme
 
 
 def test_the_picture_shows_the_first_samples_of_the_logged_run():
