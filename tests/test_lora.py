@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import refused
+from conftest import refused, script_settings
 from figures import CONFIGS, filled, inputs
 from torch.testing import assert_close
 
@@ -17,7 +17,8 @@ from nanodiff.device import autocast_to
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.adapters import class_rows, fingerprint, identity, merge, save_adapters
 from nanodiff.formats.load import Loaded, read_file
-from nanodiff.models.build import empty_model, load_weights
+from nanodiff.formats.start import start_from
+from nanodiff.models.build import build_model, empty_model, load_weights
 from nanodiff.models.lora import add_lora, find_layers
 from nanodiff.models.unet import UNetConfig
 from nanodiff.safetensors import load_safetensors, save_safetensors
@@ -185,6 +186,18 @@ def test_without_a_null_class_a_new_one_starts_as_the_mean():
     table = torch.randn(3, 8)
     expected = torch.stack([table[2], table.mean(0)])
     assert torch.equal(class_rows(table, NAMES, ["bar", "dots"], 2), expected)
+
+
+def test_a_published_unet_that_loses_its_classes_goes_on_as_their_mean(capsys):
+    base = make_loaded("published unet")
+    model = build_model(replace(base.model.config, num_classes=0), "cpu", 0)
+    start_from(model, base, script_settings("base_train", "--arch=unet"), [])
+    assert "its classes are dropped" in capsys.readouterr().out
+    x, t, y = inputs(size=8)
+    with torch.no_grad():
+        table = base.model.label_emb.weight
+        table[:] = table.mean(0)
+        assert_close(model.eval()(x, t), base.model(x, t, y))
 
 
 def test_adapters_bring_their_classes_along(base, tmp_path):

@@ -120,11 +120,11 @@ def start_from(model, base: Loaded, config: Settings, class_names: list[str]) ->
     base_names = base.class_names
     if base_names:
         table = weights.pop(f"{class_table(base.model)}.weight")
-        if not class_names and len(table) > len(base_names):
+        if not class_names:
+            note = "; its classes are dropped: the data have none"
             # All images are of the null class, which adds a constant to t's embedding
-            ends = ("t_embed.2.bias", "time_embed.2.bias")
-            bias = next(name for name in weights if name.endswith(ends))
-            weights[bias] = weights[bias] + table[-1]
+            bias = next(name for name in weights if name.endswith(("t_embed.2.bias", "time_embed.2.bias")))
+            weights[bias] = weights[bias] + class_rows(table, base_names, [], 1)[0]
     if class_names:
         name = f"{class_table(model)}.weight"
         weights[name] = state[name]
