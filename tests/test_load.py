@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from conftest import refused
 from tiny_runs import TINY, assert_identical, make_data, randomise
 
 import nanodiff
-from nanodiff.formats.load import load_run
+from nanodiff.formats.load import find_run, load_run
 from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
@@ -117,14 +118,18 @@ def test_exports_verify_their_tensors(base, run_script):
     assert_identical(load_run(str(path), "cpu").model.state_dict(), before)
 
 
-def test_names_may_be_paths_and_what_they_get_wrong_is_named(base):
+def test_names_may_be_paths_and_what_they_get_wrong_is_named(base, monkeypatch):
     checkpoint = write_run(base, "a", objective="flow")
     assert nanodiff.load(base / "runs" / "a").weights == "0.99"
     file = nanodiff.load(checkpoint / "ema_0.99.safetensors").path
     told = f"{file},heads=2,attention_resolutions=8"
     line = "attention_resolutions=8' is no folder, .*; options behind a name: step, "
     refused(line, load_run, told, "cpu")
-    refused("'a,hads=2' is no folder, file or tag; nearest tags: a; .*heads", load_run, "a,hads=2,heads=2", "cpu")
+    refused("'a,hads=2' is no folder, file or tag; nearest tags: a, .*heads", load_run, "a,hads=2,heads=2", "cpu")
+    (base / "here" / "a").mkdir(parents=True)  # such as a folder of images
+    monkeypatch.chdir(base / "here")
+    assert find_run("a") == base / "runs" / "a"
+    assert find_run("./a") == Path("a")
     for folder in (checkpoint, base / "models"):
         folder.mkdir(exist_ok=True)
         (folder / "model.safetensors").touch()

@@ -113,20 +113,20 @@ def known_runs() -> list[Path]:
 
 
 def find_run(run: str) -> Path:
-    """Find the folder of a run by path or tag, a file by path, or shipped weights by name or by their path in another
+    """Find the folder of a run by tag or path, a file by path, or shipped weights by name or by their path in another
     clone, as adapters may record it. "" finds the run written to last, else the first of the shipped weights."""
     runs = known_runs()
+    names = shipped() | {path.name: path for path in runs}
     weights = WEIGHTS / run.rpartition("runs/weights/")[2]
-    places = [os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, ""), weights]
+    places = [names.get(run, ""), os.path.expanduser(run), base_dir() / "runs" / run, weights]
     if not run:
-        places = [*runs, *shipped().values()]
+        places = [*runs, *names.values()]
     for path in places:
         if os.path.exists(path):  # False, instead of an exception, for a name that is too long
             return Path(path)
-    tags = [path.name for path in runs]
     raise UserError(
-        f"{run!r} is no folder, file or tag; nearest tags: {nearest(run, tags)}; "
-        f"shipped: {', '.join(shipped())}; scripts.base_train trains one; options behind a name: {', '.join(OPTIONS)}"
+        f"{run!r} is no folder, file or tag; nearest tags: {nearest(run, names)}; "
+        f"shipped: {', '.join(shipped())}; base_train trains one; options behind a name: {', '.join(OPTIONS)}"
     )
 
 
