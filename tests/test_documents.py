@@ -348,8 +348,8 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
     gpu = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
     card = (RUNS / "weights" / "README.md").read_text()
     ours = re.search(r"Of 1,000 samples \(seed 0\) the flow model scores ([\d.]+)", card)[1]
-    matched = "depth 6 matched it in [four minutes](runs/records/gpu_e0c6c21.txt)"
-    assert f"{matched} ({gpu['score'][0]:.2f} against {ours}, by 1,000 samples)" in readme
+    assert "a depth-6 model matched it in [four minutes](runs/records/gpu_e0c6c21.txt)" in readme
+    assert gpu["score"][0] < float(ours)
     assert round(gpu["minutes"][0]) == 4
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
     speed = re.search(r"^depth 12, .* (\S+) images/s", log, re.M)[1]
