@@ -342,9 +342,9 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
             assert f"With fewer than {round(images / 400, -2):,.0f} images, depth 4 may memorize them" in readme
     emoji = (RUNS / "records" / "emoji_42dd5fe.txt").read_text()
     (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
-    assert f"for [{float(minutes):.0f} minutes](runs/records/emoji_42dd5fe.txt) on two CPU cores" in readme
+    assert f"after [{float(minutes):.0f} minutes](runs/records/emoji_42dd5fe.txt) of training on two CPU" in readme
     copies = re.search(r"([\d.]+%) copies", emoji)[1]
-    assert f"{copies} of the samples are near-copies of a training image" in readme
+    assert f"{copies} of the samples are near-copies of one." in readme
     gpu = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
     card = (RUNS / "weights" / "README.md").read_text()
     ours = re.search(r"Of 1,000 samples \(seed 0\) the flow model scores ([\d.]+)", card)[1]
@@ -372,7 +372,7 @@ def test_the_cards_figures_are_those_in_the_shipped_files():
         assert f"{figures['recall'][0]:.3f}" in row
         if name == "cifar10":
             readme = (ROOT / "README.md").read_text()
-            assert f"[7 hours](runs/weights/README.md), other CPUs | {distance:.2f} |" in readme
+            assert f"[7 hours](runs/weights/README.md) (other CPUs) | {distance:.2f} |" in readme
 
 
 def test_the_picture_shows_the_first_samples_of_the_logged_run():
