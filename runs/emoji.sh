@@ -30,6 +30,7 @@ EOF
 fi
 # As `plan --data=emoji --minutes=200` advised there
 python3 -m scripts.base_train --data=emoji --model_tag=emoji --depth=4 --num_iterations=11347 --total_batch_size=128 --flip "$@"
+case " $* " in *" --help"* | *" -h "*) exit ;; esac
 
 find_trained emoji "$@"
 python3 -m scripts.sample --model="$run" --num_images=500 --npz --out="$samples"
