@@ -348,7 +348,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
     gpu = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
     card = (RUNS / "weights" / "README.md").read_text()
     ours = re.search(r"Of 1,000 samples \(seed 0\) the flow model scores ([\d.]+)", card)[1]
-    assert "a depth-6 model matched the included model in [four minutes](runs/records/gpu_e0c6c21.txt)" in readme
+    assert "depth 6 matched the included model's distance in [four minutes](runs/records/gpu_e0c6c21.txt)" in readme
     assert gpu["score"][0] < float(ours)
     assert round(gpu["minutes"][0]) == 4
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
