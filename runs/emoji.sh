@@ -28,7 +28,7 @@ for style in ("google", "twitter"):
 EOF
     python3 -m scripts.prepare_data --path="$folder/images" --name=emoji --resolution=32
 fi
-# As `plan --data=emoji --minutes=200` advised there
+# What `plan --data=emoji --minutes=200` advised on such a machine
 python3 -m scripts.base_train --data=emoji --model_tag=emoji --depth=4 --num_iterations=11347 --total_batch_size=128 --flip "$@"
 case " $* " in *" --help"* | *" -h "*) exit ;; esac
 

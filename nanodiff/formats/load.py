@@ -118,6 +118,7 @@ def find_run(run: str) -> Path:
     runs = known_runs()
     names = shipped() | {path.name: path for path in runs}
     weights = WEIGHTS / run.rpartition("runs/weights/")[2]
+    # A tag comes before a folder here of its name, which may hold images
     places = [names.get(run, ""), os.path.expanduser(run), base_dir() / "runs" / run, weights]
     if not run:
         places = [*runs, *names.values()]

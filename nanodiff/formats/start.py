@@ -122,7 +122,7 @@ def start_from(model, base: Loaded, config: Settings, class_names: list[str]) ->
         table = weights.pop(f"{class_table(base.model)}.weight")
         if not class_names:
             note = "; its classes are dropped"
-            # All images are of the null class, which adds a constant to t's embedding
+            # All images are of the null class, or the mean one, which adds a constant to t's embedding
             bias = next(name for name in weights if name.endswith(("t_embed.2.bias", "time_embed.2.bias")))
             weights[bias] = weights[bias] + class_rows(table, base_names, [], 1)[0]
     if class_names:
