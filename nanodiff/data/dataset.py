@@ -167,15 +167,8 @@ class Dataset:
         second images among them, "given" (n, C, H, W)."""
         indices = np.asarray(indices, np.int64)
         shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
-        images = None
-        for k in np.unique(shard_of):
-            shard = self._shard(k)
-            if images is None:
-                shape = (len(indices), *shard.shape[1:])
-                images = np.empty(shape, shard.dtype)
-            places = np.flatnonzero(shard_of == k)
-            start = self._ends[k] - len(shard)
-            images[places] = shard[indices[places] - start]
+        # Counted from the shard's end, so negative
+        images = np.stack([self._shard(k)[i - self._ends[k]] for k, i in zip(shard_of, indices)])
         cond = self.cond(indices)
         if "given_channels" in self.meta:
             cond["given"] = images[:, self.channels :]
