@@ -111,7 +111,7 @@ def test_an_untrained_map_is_its_flow_model():
     x0, noise = torch.randn(2, 64, 3, 8, 8)
     t = torch.rand(64)
     process = FlowMap("x0")
-    process.learn_from(SimpleNamespace(process=FlowMatching("x0"), model=flow))
+    process.teacher = SimpleNamespace(process=FlowMatching("x0"), model=flow)
     v = FlowMatching("x0").velocity(flow, x0, t)
     for r in (t, 0 * t, 0.3 * t):
         assert torch.equal(process.velocity(student, x0, t, r), v)
@@ -124,7 +124,7 @@ def test_an_untrained_map_is_its_flow_model():
     assert (reported != t).any()
     straight = lambda x_t, t, h=None: (x_t - x0[:1]) / (t.view(-1, 1, 1, 1) / 1000)
     process = FlowMap()
-    process.learn_from(SimpleNamespace(process=FlowMatching(), model=straight))
+    process.teacher = SimpleNamespace(process=FlowMatching(), model=straight)
     one_image = x0[:1].expand_as(x0)
     exact = process.losses(straight, one_image, t, noise, {}, TRAINING)
     assert (exact["loss"] < 1e-6).all()
@@ -191,7 +191,7 @@ def test_a_jump_is_taught_by_one_that_is_learned_and_a_quarter_shorter(shift):
     process = FlowMap(timestep_shift=shift)
     before_shift = lambda t: t / (shift - (shift - 1) * t)
     calls = []
-    process.learn_from(SimpleNamespace(process=FlowMatching(), model=velocity))
+    process.teacher = SimpleNamespace(process=FlowMatching(), model=velocity)
 
     def exact(x, model_t, h):
         t = model_t.view(-1, 1, 1, 1) / 1000
@@ -232,7 +232,7 @@ def test_the_map_of_gaussian_data():
 
     process = FlowMap()
     g = make_generator(0)
-    process.learn_from(SimpleNamespace(process=FlowMatching(), model=velocity))
+    process.teacher = SimpleNamespace(process=FlowMatching(), model=velocity)
     adam = torch.optim.Adam(layers.parameters(), lr=5e-3)
     for step in range(1500):
         adam.param_groups[0]["lr"] = 5e-3 * (1 - step / 1500)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from nanodiff.common import Tensors, UserError, print0
+from nanodiff.common import Tensors
 from nanodiff.conditions import null_condition
 from nanodiff.diffusion import flow
 from nanodiff.diffusion.flow import MIN_T, FlowMatching, per_image
@@ -43,17 +43,8 @@ class FlowMap(FlowMatching):
     samplers = SAMPLERS
     default_sampler = "map"
     default_steps = 4
-    teacher = None  # for training
+    teacher = None  # for training, a flow model (formats.load.Loaded): see formats.start.teach
     classes = None  # the teacher's class index per class, null last
-
-    def learn_from(self, teacher) -> None:
-        """`teacher`: a trained flow model (formats.load.Loaded)."""
-        if teacher is None or teacher.process.is_gaussian:
-            raise UserError("objective=flow_map tunes a flow run: give its name as init_from")
-        if self.cfg_scale != 1 and teacher.why_unguided:
-            print0(f"cfg_scale={self.cfg_scale} is ignored for the teacher {teacher.source}: {teacher.why_unguided}")
-            self.cfg_scale = 1.0
-        self.teacher = teacher
 
     def velocity(self, model, x_t, t, r=None, **cond):
         """The mean velocity between t and r (N,) <= t; without r, the flow model's v at t."""

@@ -187,7 +187,12 @@ def with_adapters(
 
 def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> None:
     """Let `teacher` teach a flow map with this model config and these classes, mapped to the teacher's numbers."""
-    process.learn_from(teacher)
+    if teacher is None or teacher.process.is_gaussian:
+        raise UserError("objective=flow_map tunes a flow run: give its name as init_from")
+    if process.cfg_scale != 1 and teacher.why_unguided:
+        print0(f"cfg_scale={process.cfg_scale} is ignored for the teacher {teacher.source}: {teacher.why_unguided}")
+        process.cfg_scale = 1.0
+    process.teacher = teacher
     teacher_shapes = row_shapes(teacher.model.config)
     map_shapes = row_shapes(model_config)
     if teacher_shapes != map_shapes:
