@@ -54,17 +54,14 @@ if source.run_dir:
 path = at(out or f"{default}{suffix}")
 if path.exists() and not overwrite:
     raise UserError(f"out={out!r}: {path} is there already; accepted: another path, or --overwrite")
-try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if form == "safetensors":
-        meta.pop("lora", None)  # merged
-        save_safetensors(tensors, path, described(meta | {"sha256": fingerprint(tensors)}))
-    else:
-        state = tensors if form == "openai" else {"ema": tensors, "nanodiff": options}
-        with writing(path) as file:
-            torch.save(state, file)
-except OSError as e:
-    raise UserError(f"out={out!r}: cannot write {path}: {e}") from e
+path.parent.mkdir(parents=True, exist_ok=True)
+if form == "safetensors":
+    meta.pop("lora", None)  # merged
+    save_safetensors(tensors, path, described(meta | {"sha256": fingerprint(tensors)}))
+else:
+    state = tensors if form == "openai" else {"ema": tensors, "nanodiff": options}
+    with writing(path) as file:
+        torch.save(state, file)
 
 num_params = sum(p.numel() for p in source.model.parameters())
 print0(f"{num_params:,} parameters of {source.source} ({source.weights}): {path}")
