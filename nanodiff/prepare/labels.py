@@ -331,7 +331,7 @@ def classify(places: list[Place], labels: str, row: str | None = None) -> list[s
             f"labels={labels!r} gives no class for {of_all}, such as {absent[0].example!r} "
             f"(--labels=none needs none; --pairs takes second images{hint})"
         )
-    class_names = sorted({place.label for place in places})
+    class_names = sorted(train_labels)
     if all(name.isdecimal() for name in class_names):
         class_names.sort(key=int)
     for place in places:

@@ -187,7 +187,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     sizes = []
     if options.aspect_buckets:
         ratios = [x for x, place in zip(ratios, place_of) if x > 0 and place.split is not None]  # NaN: unreadable
-        unit = options.side_unit or max(2, options.resolution // 8)
+        unit = options.side_unit or options.resolution // 8
         sizes = choose_sizes(np.array(ratios), options.resolution, unit)
 
     def items(suffixes=()):
