@@ -254,6 +254,8 @@ def test_training_and_evaluating_latents_needs_no_autoencoder(vae, base, run_scr
     capsys.readouterr()
     without = (*run, "--sample_steps=2", "--eval_every=0", "--model_tag=without")
     refused("no such file: .*vae; samples need --autoencoder=PATH", run_script, *without)
+    run_script(*run, f"--autoencoder={base / 'elsewhere'}", "--sample_every=-1", "--model_tag=moved")
+    run_script("sample", "--model=moved", "--num_images=1")
     run_script(*without, "--sample_every=-1")
     assert metrics(base, "plain_dit_d1") == metrics(base, "without")
     # what was moved can be told, and is checked

@@ -116,6 +116,33 @@ def test_the_same_sixty_images_make_equal_bytes_however_they_are_packed(tmp_path
         assert data.labels(range(num)).tolist() == [int(LABELS[i]) for i in numbers]
 
 
+@pytest.mark.parametrize("kind", ["", "*.tar"])
+@pytest.mark.parametrize(
+    "shards",
+    [
+        ("in1k-train-0000", "in1k-train-0001", "in1k-validation-00"),
+        ("train", "train.1", "val"),
+        ("train/0", "train/1", "val/0"),
+        ("train/train-0", "train/train-1", "val/val-0"),
+    ],
+)
+def test_splits_in_the_names_of_shards_are_obeyed(tmp_path, kind, shards):
+    images(tmp_path / "in")
+    beside(tmp_path / "in")
+    for k, shard in enumerate(shards):
+        path = tmp_path / "tars" / f"{shard}.tar"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(path, "w") as tar:
+            for name in NAMES[20 * k : 20 * k + 20]:
+                for suffix in (".cls", ".png"):
+                    tar.add(tmp_path / "in" / f"{name}{suffix}", f"{name}{suffix}")
+    if kind and "/" in shards[0]:
+        kind = "*/*.tar"
+    report(tmp_path / "tars" / kind, resolution=8)
+    for split, num in (("train", 40), ("val", 20)):
+        assert len(open_dataset("toy", split)) == num
+
+
 def test_names_in_a_zip_are_in_utf8_even_if_it_does_not_say_so(tmp_path):
     """As macOS writes them; others are in cp437."""
     for name in ("f\u00e9e".encode(), "f\u00e9e".encode("cp437")):

@@ -99,6 +99,10 @@ def test_metas_format_comes_back_unchanged(export, tmp_path, via):
         lambda theirs: {"model": theirs, "args": argparse.Namespace(num_classes=1000)},  # not this table's
         lambda theirs: {"state_dict": {f"module.{name}": x.half() for name, x in theirs.items()}},
         lambda theirs: {"ema": {}, "model": theirs},
+        *(
+            lambda theirs, key=key: {"model": {name: x + 1 for name, x in theirs.items()}, key: theirs}
+            for key in ("ema", "ema_model", "model_ema", "ema_state_dict")
+        ),
         lambda theirs: {"ema": None, "state_dict": theirs},
         lambda theirs: {name.replace("blocks.0.", "blocks.0._orig_mod."): x for name, x in theirs.items()},
     ],

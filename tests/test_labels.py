@@ -314,6 +314,20 @@ def test_files_of_a_table_by_any_usual_column_with_or_without_suffix(tmp_path, c
     assert len(read(path, labels=str(table), label_column="y", **settings)) == 4
 
 
+def test_integers_that_pandas_wrote_as_floats_are_classes_by_number(tmp_path):
+    path = pack(tmp_path, spread("a", count=12), "folder")
+    table = write(tmp_path / "t.csv", "file,label\n" + "".join(f"a/{i}.jpg,{i}.0\n" for i in range(12)))
+    assert open_source("folder", str(path), Options(labels=str(table))).class_names == [str(i) for i in range(12)]
+
+
+def test_a_header_without_a_known_file_column_is_no_row(tmp_path):
+    path = pack(tmp_path, spread("a"), "folder")
+    for column in ("label", "caption"):
+        table = write(tmp_path / "t.csv", f"image_name,{column}\na/0.jpg,x\na/1.jpg,y\na/2.jpg,z\n")
+        refused("a --file_column", read, path, labels=str(table))
+        assert sum(read(path, labels=str(table), file_column="image_name").values()) == 3
+
+
 def test_a_split_column_is_obeyed(tmp_path, capsys):
     splits = ["train", "train", "Validation", "test", "val", ""]
     path = pack(tmp_path, spread("a", count=6), "folder")

@@ -121,11 +121,14 @@ def test_exports_verify_their_tensors(base, run_script):
 def test_names_may_be_paths_and_what_they_get_wrong_is_named(base, monkeypatch):
     checkpoint = write_run(base, "a", objective="flow")
     assert nanodiff.load(base / "runs" / "a").weights == "0.99"
+    assert nanodiff.load("a", ema=0.99).weights == "0.99"
     file = nanodiff.load(checkpoint / "ema_0.99.safetensors").path
     told = f"{file},heads=2,attention_resolutions=8"
     line = "attention_resolutions=8' is no folder, .*; options behind a name: step, "
     refused(line, load_run, told, "cpu")
     refused("'a,hads=2' is no folder, file or tag; nearest tags: a, .*heads", load_run, "a,hads=2,heads=2", "cpu")
+    (base / "runs" / "failed" / "checkpoints").mkdir(parents=True)  # as after a full disk
+    assert find_run("") == base / "runs" / "a"
     (base / "here" / "a").mkdir(parents=True)  # such as a folder of images
     monkeypatch.chdir(base / "here")
     assert find_run("a") == base / "runs" / "a"

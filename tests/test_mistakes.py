@@ -10,7 +10,7 @@ from conftest import refused
 from image_helpers import make_folder
 from tiny_runs import TINY, make_autoencoder, make_data
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, excepthook
 from nanodiff.png import encode_png
 
 TRAIN = ("base_train", *TINY)
@@ -146,7 +146,7 @@ MISTAKES = [
     ((*EXPORT, "--form=openai"), "form=openai for unet"),
     ((*EXPORT, "--out=model.pt"), "model.pt"),
     ((*EXPORT, "--lora=a.safetensors"), "without out"),
-    ((*EXPORT, "--out=file/x.safetensors"), "file/x"),
+    ((*EXPORT, "--out=file/x.safetensors"), "File exists: file;"),
     # preparing data
     (PREPARE, "path"),
     ((*PREPARE, "--source=shapes", "--name=shapes32"), "'shapes32' is an embedded set"),
@@ -183,6 +183,11 @@ def test_a_mistake_is_one_line_and_leaves_nothing(place, run_script, capsys, arg
     except UserError as e:  # which the excepthook prints after "error: "
         message = f"error: {e}"
         code = 2
+    except OSError as e:
+        with pytest.raises(SystemExit) as end:
+            excepthook(type(e), e, None)
+        message = capsys.readouterr().err.strip()
+        code = end.value.code
     except SystemExit as e:
         message = capsys.readouterr().err.strip()
         code = e.code

@@ -46,6 +46,7 @@ class Latents(Pixels):
         self.info["copies"] = latents["copies"]
         if self.path != self.info["path"]:  # refuse another autoencoder now
             self.decoder()
+            self.data.latents["path"] = self.path
 
     def to_x0(self, batch, flip=None, randn_like=None):
         if batch.dtype == torch.uint8:

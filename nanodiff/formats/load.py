@@ -108,7 +108,7 @@ def shipped() -> dict[str, Path]:
 
 def known_runs() -> list[Path]:
     """Folders of runs, the latest written first."""
-    runs = [path.parent for path in (base_dir() / "runs").glob("*/checkpoints")]
+    runs = {path.parent.parent for path in (base_dir() / "runs").glob("*/checkpoints/step_*")}
     return sorted(runs, key=os.path.getmtime, reverse=True)
 
 

@@ -271,7 +271,7 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
     options.py; the others are those of the published models, and meta["note"] says so.
     """
     tensors = content
-    for key in ("ema", "model", "state_dict"):
+    for key in ("ema", "ema_model", "model_ema", "ema_state_dict", "model", "state_dict"):
         tensors = tensors.get(key) or tensors
     tensors = {f"{name}".replace("_orig_mod.", ""): x for name, x in tensors.items()}  # torch.compile's
     copies = FIRST.findall("\n".join(tensors))
@@ -309,7 +309,8 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
     names = OPTIONS[form].keys()
     for name in options.keys() - names:
         raise UserError(f"{path} is read without {name}={options[name]}; accepted: {', '.join(sorted(names))}")
-    defaults = {"gaussian_loss": "mse", "label_drop": 0.1, "objective": "eps", "timesteps": "uniform"} | OPTIONS[form]
+    defaults = {"gaussian_loss": "mse", "label_drop": 0.1, "objective": "eps", "timesteps": "uniform"}
+    defaults |= {"timestep_shift": 1.0} | OPTIONS[form]
     if is_repa:
         defaults["time_input"] = "t"
     model_config, tensors = FORMS[form](tensors, **defaults | options | sizes)

@@ -16,9 +16,19 @@ from nanodiff.files import reading
 
 SUFFIXES = tuple(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm".split())
 TAR_SUFFIXES = tuple(".tar .tar.gz .tgz .tar.bz2 .tbz2 .tar.xz .txz".split())
+SPLIT = re.compile(
+    r"(?:seg_)?(train|val|test|dev|eval)(?:ing|id|idation|uation)?(?:[_-]?(?:set|images|data))?[_-]?\d*",
+    re.IGNORECASE,
+)
 MAX_BYTES = 2**26  # per file in an archive: a zip of 11 MB may hold 2.5 GB of zeros
 # Added to a name, so that it ends like no image's and is ignored
 NO_FILE = " (a link or no file, over 64 MB, or packed by bzip2 or LZMA)"
+
+
+def split_of(name: str) -> str:
+    """The split that a folder, a tar or a table's cell names, as Training, val2017 and seg_test do; "" = none."""
+    match = SPLIT.fullmatch(name.strip())
+    return match[1].lower() if match else ""
 
 
 def cleaned(name: str) -> str:
@@ -107,12 +117,16 @@ def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> It
 
 
 def open_tars(tars: list[str]):
-    """Tars as one container. A tar in a sub-folder, such as train/, counts as if its members lay in that folder."""
+    """Tars as one container. The members of a tar in a sub-folder, such as train/, count as lying in that folder; so do
+    those of a tar whose name holds a split's, such as imagenet-train-0000.tar."""
     folders = [os.path.dirname(os.path.abspath(tar)) for tar in tars]
     root = os.path.commonpath(folders)
-    return tars, [
-        functools.partial(read_tar, path=tar, below=os.path.relpath(folder, root)) for tar, folder in zip(tars, folders)
-    ]
+    streams = []
+    for tar, folder in zip(tars, folders):
+        splits = [word for word in re.split("[-_.]", os.path.basename(tar)) if split_of(word)]
+        below = os.path.relpath(os.path.join(folder, *splits), root)
+        streams.append(functools.partial(read_tar, path=tar, below=below))
+    return tars, streams
 
 
 def open_pattern(path: Path):

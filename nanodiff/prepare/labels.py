@@ -17,7 +17,7 @@ import numpy as np
 
 from nanodiff.common import UserError, at, print0
 from nanodiff.files import reading
-from nanodiff.prepare.containers import cleaned, is_image, key_of
+from nanodiff.prepare.containers import cleaned, is_image, key_of, split_of
 
 LABELS = ("auto", "folder", "file", "none", "folder:1", "folder:2", "folder:3")
 TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "dataset.json")  # Hugging Face, DiffSynth, EDM
@@ -26,10 +26,6 @@ LABEL_COLUMNS = ("label", "class")
 CAPTION_COLUMNS = ("text", "caption", "prompt")
 VAL_SPLITS = ("val", "test", "dev", "eval")  # beside train; the first that exists is held out
 SPLIT_TITLES = {"train": "train", "val": "val", "": "all", None: "left out, no split or no training image of a class:"}
-SPLIT = re.compile(
-    r"(?:seg_)?(train|val|test|dev|eval)(?:ing|id|idation|uation)?(?:[_-]?(?:set|images|data))?[_-]?\d*",
-    re.IGNORECASE,
-)
 # No class's name: segmentation, VOC's folders, CycleGAN's trainA
 PAIR = re.compile(
     r"images?|imgs?|masks?|labels?|annotations?|gt|ground_?truth|inputs?|targets?|jpegimages|segmentation\w*|train_?[ab]",
@@ -75,7 +71,8 @@ def class_and_caption(row: dict, options, used: set) -> tuple[str, str]:
     if options.labels not in LABELS[1:]:
         label = pick(row, options.label_column, LABEL_COLUMNS, used)
     caption = pick(row, options.caption_column, CAPTION_COLUMNS, used)
-    return " ".join(label.split()), " ".join(caption.split())
+    label = re.sub(r"^(\d+)\.0$", r"\1", " ".join(label.split()))  # pandas writes integers so beside empty cells
+    return label, " ".join(caption.split())
 
 
 def read_table(table: dict, payload: str | bytes, origin: str, options, folder: str = "") -> None:
@@ -92,7 +89,8 @@ def read_table(table: dict, payload: str | bytes, origin: str, options, folder: 
             lines = list(csv.reader(io.StringIO(text, newline=""), dialect, skipinitialspace=True))
             columns = [name.lower() for name in lines[0]] if lines else []
             names = set(columns)
-            if names & {options.file_column.lower() or "file", *FILE_COLUMNS} and len(names) == len(columns):
+            known = {options.file_column.lower() or "file", *FILE_COLUMNS, *LABEL_COLUMNS, *CAPTION_COLUMNS}
+            if names & known and len(names) == len(columns):
                 lines[0] = []  # the header
             else:
                 columns = ["file", "label"]
@@ -240,12 +238,6 @@ def val_mask(classes: Sequence[int], val_fraction: float, seed: int) -> np.ndarr
         order = np.delete(order, num - 1 - last)  # so that each class has a training image
         mask[order[: max(round(num * val_fraction), 1)]] = True
     return mask
-
-
-def split_of(name: str) -> str:
-    """The split that a folder or a table's cell names, as Training, val2017 and seg_test do; "" = none."""
-    match = SPLIT.fullmatch(name.strip())
-    return match[1].lower() if match else ""
 
 
 def listed(names: Iterable[str]) -> str:

@@ -198,7 +198,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
 
     if options.captions:
         captions = at(options.captions)
-        if captions.exists():
+        if captions.is_file():
             print0(f"captions: {captions} is there already and stays as it is")
         else:
             with writing(captions) as file:

@@ -154,7 +154,7 @@ def find_weights(run_dir: Path, step: int | str = "newest", ema: str = "") -> Pa
             f"it has {', '.join(sorted(os.listdir(run_dir)))[:300] or 'nothing'}"
         )
     averages = [*map(str, load_meta(checkpoint)["ema_rates"]), "raw"]
-    ema = ema or averages[0]
+    ema = str(ema or averages[0])
     if ema not in averages:
         raise UserError(f"ema={ema!r} was not kept by this run; it has: {', '.join(averages)}")
     return checkpoint / ("model.safetensors" if ema == "raw" else f"ema_{ema}.safetensors")
