@@ -128,8 +128,7 @@ fp8 = False  # the blocks' linear layers in fp8 but for their weights' gradients
 # Only optimizer=muon
 muon_lr = 0.0  # >= 0: Muon's learning rate; 0 = by batch and steps
 # Only objective=flow|flow_x0|flow_map|flow_map_x0
-time_input = "auto"  # auto|1000t|62.5t|t|1-t: how the network sees t; REPA's takes t, SiT's 1-t; auto = 62.5t for
-#                      arch=dit, else 1000t
+time_input = "auto"  # auto|1000t|62.5t|t|1-t: how a network sees t; SiT 1-t, REPA t; auto = 62.5t in a dit, else 1000t
 # Latents
 autoencoder = ""  # path of a VAE to encode images on the fly, or of a latent set's VAE if it was moved
 # Only arch=unet
@@ -201,6 +200,8 @@ meta["config"] = past_settings = {"time_input": "1000t"} | meta["config"] if che
 if time_input == "auto":
     default = "62.5t" if arch == "dit" and not init_from else "1000t"
     config["time_input"] = time_input = past_settings.get("time_input", default)
+if not config["timestep_shift"]:  # the same noise hides less of a larger image
+    config["timestep_shift"] = timestep_shift = past_settings.get("timestep_shift", max(1, codec.data.resolution / 32))
 process = make_process(config, codec.data)  # noising, loss, samplers
 model_config = make_model_config(config, codec.data, process)
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
@@ -230,9 +231,8 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 #     rates  = Muon: 0.02 (batch / 64)^(1/4) min(1, 2000 / steps)^(1/2); AdamW: 0.003 sqrt(batch / 64) 256 / width (DiT)
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.014.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. Late in a long run the gradient's noise limits
-# the loss, so batches grow (the root is a choice) and Muon's rate falls (measured to depth 4, 8,000 steps). AdamW's
-# root, right to batch 128, was too much for Muon at 512, the fourth root was not; 2,048 is untested (LOG.md, 7 and 27).
-# 256 / width: AdamW moves each weight by about lr, and a wider layer adds up more such moves; Muon scales itself
+# the loss, so batches grow and Muon's rate falls (measured to depth 4, 8,000 steps; LOG.md, 7 and 27). AdamW's root was
+# too much for Muon at batch 512. 256 / width: a wider layer adds up more of AdamW's moves, each about lr
 
 # 1) The horizon: how long the run is
 tokens = model_config.num_tokens

@@ -656,6 +656,18 @@ def test_a_source_brings_shape_and_process_and_may_go(tiny, run_script):
     refused(r"trained with other settings: depth=3 \(was 1\)", run_script, "base_train", *args, "--depth=3")
 
 
+def test_larger_images_get_more_noise(base, run_script):
+    """From 32 pixels on t is shifted by the side; a shift that was given stays, as rates do, when a run resumes."""
+    for resolution, shift in ((16, 1), (48, 1.5)):
+        make_data(f"side{resolution}", resolution=resolution)
+        args = [*TINY, f"--data=side{resolution}", "--num_iterations=1", f"--model_tag=side{resolution}"]
+        assert run_script("base_train", *args)["process"].timestep_shift == shift
+        assert load_run(f"side{resolution}", "cpu").process.timestep_shift == shift
+    run_script("base_train", *args, "--timestep_shift=1.2", "--resume=never", "--model_tag=given")
+    done = run_script("base_train", *args, "--num_iterations=2", "--resume=changed", "--model_tag=given")
+    assert done["process"].timestep_shift == 1.2
+
+
 @pytest.mark.slow
 def test_the_velocity_is_known_where_samples_start(base, run_script):
     """With wider t its error at t = 1 is at most 1.15 times that at 0.95; by default 1.4 times."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from conftest import golden, refused
 from torch.testing import assert_close
 
@@ -80,6 +81,19 @@ def test_timestep_shift(shift, median):
     model = lambda x, t, **cond: seen.append(t[0].item() / 1000) or torch.zeros_like(x)
     process.sample(model, torch.zeros(1, 1, 2, 2), 2, "euler")
     assert seen == pytest.approx([1, median], abs=2e-3)
+
+
+def test_an_enlarged_image_needs_its_factor_as_shift():
+    """Enlarged s times and averaged back, an image has at shift(t) as much noise beside it as the small one at t."""
+    small = torch.randn(1, 3, 32, 32)
+    large = small.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    noise = torch.randn(8, 3, 64, 64)
+    process = FlowMatching(timestep_shift=2)
+    for t in (0.1, 0.5, 0.9):
+        image = F.avg_pool2d(process.noised(large, process.shift(t), 0), 2)
+        x_t = F.avg_pool2d(process.noised(large, process.shift(t), noise), 2)
+        beside = (x_t - image).std() / image.std()
+        assert beside.item() == pytest.approx(t / (1 - t) / small.std().item(), rel=0.02)
 
 
 def test_second_moment_equals_the_published(monkeypatch):

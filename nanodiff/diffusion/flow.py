@@ -112,7 +112,8 @@ class FlowMatching:
     #                           cfg_interval, so that samples need none and cost half; 1 = never.
     #                           Slow waves of t, time_input=62.5t, blur the interval's ends
     # Only objective=flow|flow_x0|flow_map|flow_map_x0
-    timestep_shift: float = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards noise if s > 1; in samples too
+    timestep_shift: float = 0.0  # >= 0: s moves t to s t / (1 + (s - 1) t), towards noise if s > 1, in samples too;
+    #                       0 = 1 up to 32 pixels or latents per side, above that side / 32
     # Only objective=flow|flow_x0|flow_map|flow_map_x0, Only timesteps=auto|logit-normal
     timestep_std: float = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; below 1 favours the middle.
     #                     1.4 draws t > 0.98, where samples start, for 1 image in 370, 1.0 for 1 in 20,000
@@ -128,7 +129,7 @@ class FlowMatching:
 
     def shift(self, t):
         """t with the same effect of noise on s^2 times as many pixels (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
-        s = self.timestep_shift
+        s = self.timestep_shift or 1
         return s * t / (1 + (s - 1) * t)
 
     def velocity(self, model, x_t, t, **cond):
