@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent
-# What other programs call a setting
+# What other programs, or older versions, call a setting
 ALIASES = {
     "learning_rate": "lr",
     "batch_size": "total_batch_size",

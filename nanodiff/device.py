@@ -115,7 +115,7 @@ def full_float32(device: torch.device):
 
 
 def why_not_compiled(device: torch.device) -> str:
-    """Why torch.compile cannot work here, or ""; what else fails, models/checked.py finds."""
+    """Why torch.compile cannot work here, or "". What else fails, models/checked.py finds, except with dropout."""
     if device.type == "mps":
         return "torch.compile supports little of MPS"
     if device.type == "cuda":

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import resource
-import tarfile
 import tracemalloc
 import zipfile
 
@@ -336,26 +335,20 @@ def test_small_files_of_many_pixels_or_bytes_take_little_memory(tmp_path):
 
 
 def test_what_archives_decompress_is_limited_whatever_they_claim(tmp_path):
-    """200 MB of zeros that claim to be 1,000 bytes; packed by a method that zipfile has no limit for; in a header of a
-    tar; behind an IDX file's images."""
+    """200 MB of zeros that claim to be 1,000 bytes; packed by a method that zipfile has no limit for; behind an IDX
+    file's images."""
     zeros = bytes(200 * 2**20)
     for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2):
         with zipfile.ZipFile(tmp_path / f"{method}.zip", "w", method, compresslevel=1) as z:
             z.writestr("a.png", encode_png(noise(8, 8)), zipfile.ZIP_STORED)
             z.writestr("bomb.png", zeros)
             z.getinfo("bomb.png").file_size = 1000
-    header = tarfile.TarInfo("header")
-    header.type = tarfile.XHDTYPE
-    header.size = len(zeros)
-    packed = gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + zeros, 1)
-    write(tmp_path / "a.tar", packed)
     idx_header = bytes([0, 0, 8, 3, *(0, 0, 0, 8) * 3])
     write(tmp_path / "idx.gz", gzip.compress(idx_header + zeros, 1))
     (tmp_path / "12.npz").write_bytes((tmp_path / "12.zip").read_bytes())
     tracemalloc.start()
     refused("8.zip is damaged .*CRC", prepare, tmp_path / "8.zip")
     assert "1 .png (a link or no file, over 64 MB, or packed by bzip2" in report(tmp_path / "12.zip")
-    refused("a.tar is damaged .*a header of 209,715,200 bytes", prepare, tmp_path / "a.tar")
     refused("idx.gz is damaged", prepare, tmp_path / "idx.gz")
     refused("12.npz is packed by bzip2 or LZMA", prepare, tmp_path / "12.npz")
     _, peak = tracemalloc.get_traced_memory()

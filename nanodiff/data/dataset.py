@@ -7,7 +7,7 @@ $NANODIFF_BASE_DIR/data/<name>/
     train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if there are none
     val_images_000.npy ...     the held-out split, if there is one
     meta.json                  what the set is, the size and SHA-256 of each file, the hash of all this; written last
-    plan.json                  the settings and files it was made from; for prepare_data alone
+    plan.json                  the settings and files it was made from, for a rerun of the same command
 
 A set in aspect buckets has shards of several sizes (meta.json: the size of each non-square one), bucket by bucket;
 `resolution` is then the side of a square of about the same area.
@@ -167,8 +167,9 @@ class Dataset:
         second images among them, "given" (n, C, H, W)."""
         indices = np.asarray(indices, np.int64)
         shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
-        # Counted from the shard's end, so negative
-        images = np.stack([self._shard(k)[i - self._ends[k]] for k, i in zip(shard_of, indices)])
+        # Shard by shard, counted from a shard's end and so negative; then in the order asked for
+        parts = [self._shard(k)[indices[shard_of == k] - self._ends[k]] for k in np.unique(shard_of)]
+        images = np.concatenate(parts)[np.argsort(np.argsort(shard_of, kind="stable"))]
         cond = self.cond(indices)
         if "given_channels" in self.meta:
             cond["given"] = images[:, self.channels :]
@@ -369,9 +370,9 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, y=labels)`.
 
-    Writes to a hidden folder, renamed when the block ends, removed when it raises. Until the first images, `.meta` may
-    be changed: class_names ([] = unlabelled), resolution (0 = the images'), given_channels and given_scaling of second
-    images (whose channels follow the images'), the images' source.
+    Writes to a hidden folder, renamed when the block ends, removed when it raises. `.meta` may be changed, before the
+    first images in what they depend on: class_names ([] = unlabelled), resolution (0 = the images'), given_channels and
+    given_scaling of second images (whose channels follow the images').
 
     Refuses to replace a set without `overwrite`, or a folder that is not a set.
     """

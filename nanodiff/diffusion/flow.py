@@ -29,8 +29,8 @@ def per_image(x):
 
 
 # Samplers: step(velocity, x, t, t_next, generator) -> (x at t_next, prediction of x0). velocity(x, t) evaluates the
-# network; t and t_next are floats, 1 >= t > t_next >= 0; generator has randn_like, as torch does. To add a sampler,
-# write such a function and enter it in SAMPLERS.
+# network; t and t_next are floats, or tensors that broadcast, 1 >= t > t_next >= 0; generator has randn_like, as torch
+# does. To add a sampler, write such a function and enter it in SAMPLERS.
 
 
 def euler(velocity, x, t, t_next, generator):

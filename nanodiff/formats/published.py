@@ -309,8 +309,13 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
     names = OPTIONS[form].keys()
     for name in options.keys() - names:
         raise UserError(f"{path} is read without {name}={options[name]}; accepted: {', '.join(sorted(names))}")
-    defaults = {"gaussian_loss": "mse", "label_drop": 0.1, "objective": "eps", "timesteps": "uniform"}
-    defaults |= {"timestep_shift": 1.0} | OPTIONS[form]
+    defaults = {
+        "gaussian_loss": "mse",
+        "label_drop": 0.1,
+        "objective": "eps",
+        "timesteps": "uniform",
+        "timestep_shift": 1.0,
+    } | OPTIONS[form]
     if is_repa:
         defaults["time_input"] = "t"
     model_config, tensors = FORMS[form](tensors, **defaults | options | sizes)

@@ -20,7 +20,7 @@ BACKBONES = {
     "dit_classic": (DiTConfig, DiT),
     "unet": (UNetConfig, UNet),
 }
-# Fields of a model's config that the data decide, and fields that follow from others. The rest have a setting
+# Fields of a model's config that the data decide, and those that others or the architecture do. The rest have a setting
 FROM_DATA = ("image_size", "in_channels", "out_channels", *SET_FIELDS)
 DERIVED = ("mlp_ratio", "channel_mult", "null_class", "flow_map")
 # Field -> its setting in base_train, where the names differ

@@ -87,21 +87,10 @@ def open_folder(path: Path):
     return files, [lambda suffixes: members]
 
 
-class Header(tarfile.TarInfo):
-    """A tar's header, refused if it announces an extension (a long name, pax records) too large to be one."""
-
-    @classmethod
-    def frombuf(cls, buf, encoding, errors):
-        header = super().frombuf(buf, encoding, errors)
-        if header.type in b"xgXKL" and header.size > MAX_BYTES:
-            raise ValueError(f"a header of {header.size:,} bytes")
-        return header
-
-
 def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> Iterator:
     """The files of a tar, packed or not, as a stream; nothing is extracted to disk. Names begin with the folder
     `below`."""
-    with reading(path), tarfile.open(path, tarinfo=Header) as tar:
+    with reading(path), tarfile.open(path) as tar:
         while (member := tar.next()) is not None:
             name = cleaned(posixpath.join(below, cleaned(member.name)))
             if not member.isreg() or member.size > MAX_BYTES:
@@ -123,7 +112,7 @@ def open_tars(tars: list[str]):
     root = os.path.commonpath(folders)
     streams = []
     for tar, folder in zip(tars, folders):
-        splits = [word for word in re.split("[-_.]", os.path.basename(tar)) if split_of(word)]
+        splits = filter(split_of, re.split("[-_.]", os.path.basename(tar)))
         below = os.path.relpath(os.path.join(folder, *splits), root)
         streams.append(functools.partial(read_tar, path=tar, below=below))
     return tars, streams

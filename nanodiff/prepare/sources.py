@@ -27,6 +27,7 @@ from nanodiff.prepare.containers import (
     TAR_SUFFIXES,
     cleaned,
     is_image,
+    key_of,
     open_folder,
     read_tar,
 )
@@ -146,7 +147,8 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     read = functools.partial(samples, streams, facts_of, options, extras, unreadable)
     places = {}
     place_of = []  # of each image
-    num_captions = 0
+    num_captions = num_beside = 0
+    sample_before = ""
     ratios = array("d")
     content_suffixes = SUFFIXES if options.aspect_buckets else ()  # files whose content is read
     for name, payload, (label, caption, split) in read(content_suffixes):
@@ -159,6 +161,9 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         place_of.append(place)
         unknown -= {name, splitext(name)[0]}
         num_captions += bool(caption)
+        sample = key_of(name)
+        num_beside += sample == sample_before
+        sample_before = sample
         if options.aspect_buckets:
             ratios.append(aspect_ratio(payload))
     if extras:
@@ -168,6 +173,8 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     places = list(places.values())
     if unknown:
         print0(f"{len(unknown):,} rows of the table have no file in {path}, such as {min(unknown)!r}")
+    if num_beside:  # 1.input.png, 1.mask.png
+        print0(f"note: {num_beside:,} images have another's name up to the first dot; --pairs takes second images")
     if num_captions:
         print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
     needs = {

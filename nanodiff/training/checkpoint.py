@@ -174,7 +174,7 @@ def run_folder(model_tag: str) -> Path:
 def lock_run(run_dir: Path):
     """Let only one process train the run, and remove the unfinished files of a killed one."""
     busy = f"another process is training in {run_dir}; stop it or choose another model_tag"
-    leftovers = ".config.json.* .metrics.jsonl.* .report.html.* samples/.step_* checkpoints/.*tmp-*"
+    leftovers = ".config.json.* .report.html.* samples/.step_* checkpoints/.*tmp-*"
     return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR", leftovers=leftovers.split())
 
 

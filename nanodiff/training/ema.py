@@ -22,7 +22,7 @@ def parse_rates(rates: str) -> list[float]:
 
 
 class EMA:
-    """average <- rate * average + (1 - rate) * weights, in fp32, of every parameter, for each of `rates`.
+    """average <- rate * average + (1 - rate) * weights, in fp32, of what learns, for each of `rates`.
 
     An average starts as the weights. With `ramp` the rate of step s is min(rate, (1 + s) / (10 + s)), so that it soon
     forgets them (TensorFlow's ExponentialMovingAverage with num_updates). Each rank averages its share of the
