@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # README's first picture: train on emoji of two styles (3,822 images, licences Apache 2.0 and CC BY 4.0), sample, and count
-# near-copies. About two hours on two cores with AMX. Needs npm, which downloads 136 MB.
+# near-copies. About 90 minutes on one core with AMX. Needs npm, which downloads 136 MB.
 #   bash runs/emoji.sh                            further arguments go to base_train: --num_iterations=1000
 needs=PIL
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 base=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}
-if ! [ -f "$base/data/emoji/meta.json" ]; then
+if ! [ -f "$base/data/emoji64/meta.json" ]; then
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
     (cd "$folder" && npm pack --silent emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0)
@@ -26,13 +26,14 @@ for style in ("google", "twitter"):
         if image:
             (category / f"{style}_{emoji['image']}").write_bytes(image)
 EOF
-    python3 -m scripts.prepare_data --path="$folder/images" --name=emoji --resolution=32
+    python3 -m scripts.prepare_data --path="$folder/images" --name=emoji64 --resolution=64
 fi
-# What `plan --data=emoji --minutes=200` advised on such a machine
-python3 -m scripts.base_train --data=emoji --model_tag=emoji --depth=4 --num_iterations=11347 --total_batch_size=128 --flip "$@"
+# Half of the steps that `plan --data=emoji64` advises; patches of 8 pixels draw better by x0 (runs/LOG.md, 31)
+python3 -m scripts.base_train --data=emoji64 --model_tag=emoji64 --depth=4 --objective=flow_x0 --num_iterations=7100 \
+    --total_batch_size=128 --flip "$@"
 case " $* " in *" --help"* | *" -h "*) exit ;; esac
 
-find_trained emoji "$@"
+find_trained emoji64 "$@"
 python3 -m scripts.sample --model="$run" --num_images=500 --npz --out="$samples"
-python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=emoji
+python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=emoji64
 python3 -m scripts.sample --model="$run" --classes=Smileys_and_Emotion,People_and_Body,Flags --num_images=48

@@ -350,11 +350,11 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
 
 def test_the_readme_says_of_emoji_and_of_a_gpu_what_is_logged():
     readme = " ".join((ROOT / "README.md").read_text().split())
-    emoji = (RUNS / "records" / "emoji_42dd5fe.txt").read_text()
+    emoji = (RUNS / "records" / "emoji_930b54f.txt").read_text()
     (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
-    assert f"after [{float(minutes):.0f} minutes](runs/records/emoji_42dd5fe.txt) on up to two CPU cores" in readme
-    copies = re.search(r"([\d.]+%) copies", emoji)[1]
-    assert f"{copies} of the samples are near-copies of one." in readme
+    assert f"after [{float(minutes):.0f} minutes](runs/records/emoji_930b54f.txt) on one CPU core" in readme
+    (num_images,) = re.findall(r"^data: emoji64: (\S+) \+", emoji, re.M)
+    assert f"[Trained](runs/emoji.sh) on {num_images} emoji" in readme
     gpu = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
     card = (RUNS / "weights" / "README.md").read_text()
     ours = re.search(r"Of 1,000 samples \(seed 0\) the flow model scores ([\d.]+)", card)[1]

@@ -88,7 +88,7 @@ def test_a_story_measures_the_run_that_it_trained(tmp_path, story):
     (trained,) = [i for i, line in enumerate(calls) if given in line]
     after = [line.replace(str(tmp_path), "") for line in calls[trained + 1 :]]
     assert any("mine" in line for line in after)
-    defaults = {"miniseries": "mini_", "finetune": "with_cross ", "few_steps": "few_steps_cpu"}
+    defaults = {"miniseries": "mini_", "finetune": "with_cross ", "few_steps": "few_steps_cpu", "emoji": "emoji64 "}
     default = defaults.get(story, f"{story}_")
     for call in after:
         assert f"--model={default}" not in call

@@ -89,8 +89,8 @@ def read_table(table: dict, payload: str | bytes, origin: str, options, folder: 
             lines = list(csv.reader(io.StringIO(text, newline=""), dialect, skipinitialspace=True))
             columns = [name.lower() for name in lines[0]] if lines else []
             names = set(columns)
-            others = FILE_COLUMNS + LABEL_COLUMNS + CAPTION_COLUMNS
-            if names & {options.file_column.lower() or "file", *others} and len(names) == len(columns):
+            usual_columns = FILE_COLUMNS + LABEL_COLUMNS + CAPTION_COLUMNS
+            if names & {options.file_column.lower() or "file", *usual_columns} and len(names) == len(columns):
                 lines[0] = []  # the header
             else:
                 columns = ["file", "label"]
