@@ -7,10 +7,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 base=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}
 if ! [ -f "$base/data/emoji64/meta.json" ]; then
-    folder=$(mktemp -d)
-    trap 'rm -rf "$folder"' EXIT
-    (cd "$folder" && npm pack --silent emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0)
-    python3 - "$folder" << 'EOF'
+    unpacked=$(mktemp -d)
+    trap 'rm -rf "$unpacked"' EXIT
+    (cd "$unpacked" && npm pack --silent emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0)
+    python3 - "$unpacked" << 'EOF'
 """Unpack the images of 64 pixels into one folder per category."""
 import json, sys, tarfile
 from pathlib import Path
@@ -26,7 +26,7 @@ for style in ("google", "twitter"):
         if image:
             (category / f"{style}_{emoji['image']}").write_bytes(image)
 EOF
-    python3 -m scripts.prepare_data --path="$folder/images" --name=emoji64 --resolution=64
+    python3 -m scripts.prepare_data --path="$unpacked/images" --name=emoji64 --resolution=64
 fi
 # Half of the steps that `plan --data=emoji64` advises; patches of 8 pixels draw better by x0 (runs/LOG.md, 31)
 python3 -m scripts.base_train --data=emoji64 --model_tag=emoji64 --depth=4 --objective=flow_x0 --num_iterations=7100 \

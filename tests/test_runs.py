@@ -84,6 +84,7 @@ def test_a_story_measures_the_run_that_it_trained(tmp_path, story):
     given = "--model_tag=mine"
     done = subprocess.run(["bash", ROOT / "runs" / f"{story}.sh", *before, given], env=env, capture_output=True)
     assert done.returncode == 0, done.stderr
+    assert [*tmp_path.glob("runs/*/checkpoints/step_000007")]  # nothing cleans it away at the end
     calls = (tmp_path / "calls").read_text().splitlines()
     (trained,) = [i for i, line in enumerate(calls) if given in line]
     after = [line.replace(str(tmp_path), "") for line in calls[trained + 1 :]]
