@@ -46,7 +46,7 @@ class Latents(Pixels):
         self.info["copies"] = latents["copies"]
         if self.path != self.info["path"]:  # refuse another autoencoder now
             self.decoder()
-            self.data.latents["path"] = self.path
+            self.data.latents["path"] = self.path  # a checkpoint tells it to samples
 
     def to_x0(self, batch, flip=None, randn_like=None):
         if batch.dtype == torch.uint8:

@@ -71,7 +71,7 @@ def class_and_caption(row: dict, options, used: set) -> tuple[str, str]:
     if options.labels not in LABELS[1:]:
         label = pick(row, options.label_column, LABEL_COLUMNS, used)
     caption = pick(row, options.caption_column, CAPTION_COLUMNS, used)
-    label = re.sub(r"^(\d+)\.0$", r"\1", " ".join(label.split()))  # pandas writes integers so beside empty cells
+    label = re.sub(r"^(\d+)\.0$", r"\1", " ".join(label.split()))  # as pandas writes integers beside empty cells
     return label, " ".join(caption.split())
 
 

@@ -174,7 +174,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if unknown:
         print0(f"{len(unknown):,} rows of the table have no file in {path}, such as {min(unknown)!r}")
     if num_beside:  # 1.input.png, 1.mask.png
-        print0(f"note: {num_beside:,} images have another's name up to the first dot; --pairs takes second images")
+        print0(f"note: {num_beside:,} images share another's name up to the first dot; --pairs takes second images")
     if num_captions:
         print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
     needs = {

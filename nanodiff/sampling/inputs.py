@@ -213,7 +213,7 @@ def start_from(samples, images: np.ndarray, place: str, strength: float, mask: s
         # A latent is kept as its darkest pixel is
         x0_levels = -F.adaptive_max_pool2d(-torch.from_numpy(levels)[None, None], codec.shape[1:])
         if not x0_levels.any():
-            raise UserError(f"mask={mask!r} keeps nothing: at a side of {codec.image_size} no pixel or latent is white")
+            raise UserError(f"mask={mask!r} keeps nothing: scaled to {codec.image_size}, no pixel or latent is white")
     samples.start_images = StartImages(torch.tensor(images), strength, x0_levels, description)
     samples.size = codec.shape
 
