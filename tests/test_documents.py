@@ -292,7 +292,7 @@ def test_the_headlines_have_logs():
     assert len(ROWS) == len({*map(str, ROWS)})
     (real,) = {*read_log(RUNS / "records" / "cpu_1c4e837.txt")["real"]}
     readme = (ROOT / "README.md").read_text()
-    assert f"| held-out photos (floor) | | | | {real:.2f} |" in readme
+    assert f"Held-out photos score {real:.2f}." in readme
     record = spellings(read_log(RUNS / "records" / "cpu_1c4e837.txt")["score"], 2)
     assert f"[{record[1]}](runs/records/cpu_1c4e837.txt) over three seeds" in readme
 
@@ -339,7 +339,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
         assert int(steps.replace(",", "")) * int(batch) == pytest.approx(images, rel=0.01)
         assert "2 threads" in log
         if depth == "4":
-            assert f"With fewer than {round(images / 400, -2):,.0f} images, depth 4 may memorize them" in readme
+            assert f"With fewer than {round(images / 400, -2):,.0f} images, a depth-4 model may memorize them" in readme
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
     speed = re.search(r"^depth 12, .* (\S+) images/s", log, re.M)[1]
     hours = 61_000 * 100 / int(speed.replace(",", "")) / 3600
@@ -352,13 +352,13 @@ def test_the_readme_says_of_emoji_and_of_a_gpu_what_is_logged():
     readme = " ".join((ROOT / "README.md").read_text().split())
     emoji = (RUNS / "records" / "emoji_930b54f.txt").read_text()
     (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
-    assert f"after [{float(minutes):.0f} minutes](runs/records/emoji_930b54f.txt) on one CPU core" in readme
+    assert f"After [{float(minutes):.0f} minutes](runs/records/emoji_930b54f.txt) of training on one CPU core" in readme
     (num_images,) = re.findall(r"^data: emoji64: (\S+) \+", emoji, re.M)
-    assert f"[Trained](runs/emoji.sh) on {num_images} emoji" in readme
+    assert f"[trained](runs/emoji.sh) on {num_images} emoji" in readme
     gpu = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
     card = (RUNS / "weights" / "README.md").read_text()
     ours = re.search(r"Of 1,000 samples \(seed 0\) the flow model scores ([\d.]+)", card)[1]
-    assert "depth 6 matched the included model's distance in [four minutes](runs/records/gpu_e0c6c21.txt)" in readme
+    assert "On an H200, a depth-6 model matched it in [four minutes](runs/records/gpu_e0c6c21.txt)" in readme
     assert gpu["score"][0] < float(ours)
     assert round(gpu["minutes"][0]) == 4
 
