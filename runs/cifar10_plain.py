@@ -13,7 +13,6 @@ warmup_ratio = 0.07  # 200 steps
 warmdown_ratio = 0.0
 guided_from = 1.0
 cfg_scale = 1.0
-cfg_interval = "0,1"
 eval_every = 2000
 sample_every = 2000
 save_every = 500

@@ -74,6 +74,7 @@ samples = open_samples(loaded, **config)
 settings, codec = samples.settings, samples.codec
 config |= settings.named  # the output's name says what differs from the run's own
 config.defaults |= settings_for(loaded).named
+npz |= out.endswith(".npz")
 if samples.is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 if npz and not classes:

@@ -559,6 +559,19 @@ def test_going_back_puts_the_other_branch_aside_and_survives_a_kill(tiny, run_sc
     assert run_script("base_train", *args, "--resume=2", "--lr=0.03")["start_step"] == 2
 
 
+def test_a_new_run_in_an_old_folder_shows_nothing_of_the_old(tiny, run_script, capsys):
+    args = (*TINY, "--model_tag=a", "--sample_every=2", "--eval_every=2")
+    run_script("base_train", *args, "--save_every=-1")
+    lines = metrics(tiny, "a")
+    run_script("base_train", *args, "--objective=eps", "--num_iterations=2")
+    assert "back at step 0: later checkpoints, grids and the log are now in" in capsys.readouterr().out
+    assert {path.stem for path in (tiny / "runs" / "a" / "samples").glob("*.png")} == {"step_000002"}
+    assert steps_of(tiny, "a", "train/loss") == [1, 2]
+    (left,) = (tiny / "runs").glob("a.left_*")
+    assert {path.stem for path in left.glob("*.png")} == {"step_000002", "step_000004", "step_000006"}
+    assert (left / "metrics.jsonl").read_text().count("\n") == len(lines)
+
+
 def test_an_average_can_be_added_when_resuming(tiny, run_script, capsys):
     args = (*TINY, "--ema_ramp=False")
     run_script("base_train", *args, "--ema_rates=0.9")

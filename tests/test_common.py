@@ -102,6 +102,11 @@ MISTAKE = "from nanodiff.common import UserError\nraise UserError('lr=x\\nis wro
     [
         (f"import scripts\n{MISTAKE}", 2, "error: lr=x is wrong\n"),
         (MISTAKE, 1, "Traceback(.|\n)*"),  # a library leaves its user's hook
+        (
+            f"import sys\nsys.stdout, sys.stderr = sys.stderr, None\nimport scripts\n{MISTAKE}",
+            2,
+            "error: lr=x is wrong\n",
+        ),
         ("import scripts\nraise KeyboardInterrupt", 130, "stopped by Ctrl-C\n"),  # before torch
         ("import scripts\nimport nanodiff.common\nraise KeyboardInterrupt", 130, "stopped by Ctrl-C\n"),
     ],

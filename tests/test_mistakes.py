@@ -90,6 +90,7 @@ MISTAKES = [
     ((*TRAIN, "--model_tag=flow", "--resume=never"), "resume=never"),
     ((*TRAIN, f"--model_tag={'x' * 300}"), "model_tag"),
     ((*TRAIN, "--model_tag=.."), "model_tag='..'"),
+    ((*TRAIN, "--model_tag=flow,step=1"), "model_tag='flow,step=1'"),  # run flow at step 1
     ((*TRAIN, "--device_batch_size=3"), "total_batch_size=8 is not a multiple of device_batch_size"),
     ((*SAMPLE, f"--model={'x' * 300}"), "xxx"),
     ((*SAMPLE, "--model=~nobody/x"), "~nobody/x"),

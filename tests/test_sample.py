@@ -122,6 +122,9 @@ def test_what_is_written(runs, run_script, tmp_path):
         protocol = json.loads(str(file["protocol"]))
     assert images.shape == (20, 16, 16, 3)
     assert images.dtype == np.uint8
+    run_script("sample", *TIMELESS, *args[:-1], f"--out={tmp_path}/same.npz")  # without --npz
+    with np.load(tmp_path / "same.npz") as file:
+        assert (file["arr_0"] == images).all()
     (tmp_path / "mine.png").write_bytes(encode_png(images[0]))
     refused("mine.png is no picture of samples", run_script, "sample", *TIMELESS, *args, f"--out={tmp_path}/mine.png")
     counts = np.bincount(labels, minlength=8)

@@ -1,5 +1,6 @@
 """Vectors beside the images as a condition: what they mean, and that they go wherever labels go."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -77,9 +78,9 @@ def test_rows_of_a_file_have_no_classes_which_is_said(base, draw, run_script, tm
     some = ("--model=a", "--num_images=8", f"--vectors={tmp_path / 'rows.npy'}")
     _, labels, _ = draw(*some)
     assert labels.tolist() == [*range(8)]
-    assert "rows.npy' gives no classes: samples take all classes in turn" in capsys.readouterr().out
+    assert "rows.npy': samples take all in turn" in capsys.readouterr().out
     draw(*some, "--classes=bar")
-    assert "gives no classes" not in capsys.readouterr().out
+    assert "samples take all in turn" not in capsys.readouterr().out
 
 
 def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, draw, run_script, tmp_path):
@@ -113,6 +114,13 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, d
     ):
         np.save(tmp_path / "bad.npy", array)
         refused(said, draw, *some, f"--vectors={tmp_path / 'bad.npy'}")
+
+
+@pytest.mark.parametrize("vectors_of", [words, None])
+def test_a_set_remade_with_other_vectors_is_refused(here, draw, vectors_of):
+    shutil.rmtree(here / "data" / "tiny")
+    make_data(class_names=(), vectors_of=vectors_of, train=72)
+    refused("the model wants", draw, "--model=a", "--num_images=8")
 
 
 def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):

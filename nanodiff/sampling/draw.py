@@ -69,10 +69,10 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, overrides):
     interval = parse_interval(cfg_interval)
     if cfg_scale != 1 and not fault:
         return cfg_scale, interval
-    names = [name for name in ("cfg_scale", "cfg_interval", "cfg_channels") if name in overrides]
-    if names and overrides.get("cfg_scale") != 1:
-        settings = " and ".join(f"{name}={overrides[name]}" for name in names)
-        print0(f"samples are not guided and ignore {settings}: {fault or 'cfg_scale=1'}")
+    names = ("cfg_scale", "cfg_interval", "cfg_channels")
+    ignored = [f"{name}={overrides[name]}" for name in names if overrides.get(name, 1) != 1]
+    if ignored:
+        print0(f"samples are not guided and ignore {' and '.join(ignored)}: {fault or 'cfg_scale=1'}")
     return 1.0, (0.0, 1.0)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from nanodiff.common import UserError, at, count, print0
-from nanodiff.conditions import FILES, NUMBERS, made_from, row_shapes
+from nanodiff.conditions import NUMBERS, made_from, row_shapes
 from nanodiff.data.dataset import match_labels, open_dataset
 from nanodiff.data.pixels import from_stored, to_model_range
 from nanodiff.files import reading
@@ -39,8 +39,7 @@ def open_inputs(samples, options: dict[str, str], source: str) -> None:
             dataset = open_dataset(data.name, "train", data)
             if place or "val" in dataset.meta["splits"]:
                 dataset = open_dataset(data.name, "val", data)
-            if name not in FILES:
-                codec.accept(dataset)
+            codec.accept(dataset)
             samples.inputs[name] = inputs_of(dataset, codec, config)[name]
         else:
             raise UserError(f"{source} names no data set to take {setting} from; give --{setting}=FILE")
@@ -142,7 +141,7 @@ def open_images(setting: str, place: str, range: tuple | None = None) -> Source:
 
 def note_classes(setting: str, place: str, samples) -> None:
     if samples.num_classes and not samples.classes:
-        print0(f"note: {setting}={place!r} gives no classes: samples take all classes in turn")
+        print0(f"note: classes are not taken from {setting}={place!r}: samples take all in turn")
 
 
 def labelled_items(setting: str, place: str, samples):

@@ -6,7 +6,7 @@ runs/<tag>/checkpoints/step_000500/
     optim.pt  train.pt                             to resume: for torch.load(weights_only=True)
     meta.json                                      to resume: step, settings, model config, loop state
     manifest.json                                  size and SHA-256 of each file above: written last
-runs/<tag>.left_.../                               what --resume=STEP has put aside: see go_back
+runs/<tag>.left_.../                               what is of another branch or run: see go_back
 """
 
 import contextlib
@@ -166,8 +166,8 @@ def load_meta(checkpoint: Path) -> dict:
 
 def run_folder(model_tag: str) -> Path:
     """The folder of the run `model_tag`: a name, not a path."""
-    if not re.fullmatch(r"(?!-|\.+$)[\w.+=,@-]+", model_tag):
-        raise UserError(f"model_tag={model_tag!r}; accepted: letters, digits and _ . + = , @ -, not - first")
+    if not re.fullmatch(r"(?!-|\.+$)[\w.+=@-]+", model_tag):
+        raise UserError(f"model_tag={model_tag!r}; accepted: letters, digits and _ . + = @ -, not - first")
     return base_dir() / "runs" / model_tag
 
 
@@ -202,8 +202,8 @@ def resume_point(run_dir: Path, resume: str):
 
 
 def go_back(run_dir: Path, step: int) -> bool:
-    """For --resume=STEP: put later checkpoints, grids and figures aside. The newest are then this branch's. Returns
-    whether there were any."""
+    """For --resume=STEP, or a new run in an old folder: put later checkpoints, grids and figures aside, as they are not
+    this run's. Returns whether there were any."""
     later = [path for s, path in list_checkpoints(run_dir, "*/step_*") if s > step]
     for path in run_dir.glob("eval_*.json"):
         if (match := re.match(r"eval_[a-z_]+_(\d{6,})", path.name)) and int(match[1]) > step:

@@ -222,7 +222,7 @@ class RunLog:
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)
         run_info = run_info | {"changed_from": changes, "environment": environment(device)}
         record(run_dir / "config.json", run_info, step)
-        if config["resume"].isdigit() and go_back(run_dir, step):
+        if (config["resume"].isdigit() or not step) and go_back(run_dir, step):
             loop_state["wandb_id"] = None  # a new run there: wandb drops lines of steps that it has
         trim_metrics(run_dir / "metrics.jsonl", step)
         self.file = open(run_dir / "metrics.jsonl", "a")
