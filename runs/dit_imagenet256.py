@@ -46,6 +46,7 @@ ema_ramp = False
 sampler = "ddpm"
 sample_steps = 250
 cfg_scale = 4.0
+cfg_interval = "0,1"
 eval_every = 10_000
 sample_every = 50_000
 save_every = 50_000

@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 known=circle,ring,target,triangle,bar,stripes,dots
 python3 -m scripts.prepare_data --source=shapes --classes=$known --name=shapes_without_cross --overwrite
-python3 -m scripts.base_train --data=shapes_without_cross --depth=2 --num_iterations=2400 --total_batch_size=64 --sampler=heun --sample_steps=10 --cfg_scale=3 --model_tag=without_cross
+python3 -m scripts.base_train --data=shapes_without_cross --depth=2 --num_iterations=2400 --total_batch_size=64 --sampler=heun --sample_steps=10 --cfg_scale=3 --cfg_interval=0,1 --model_tag=without_cross
 
 python3 - << 'EOF'
 """Training set: half crosses, half all eight shapes, so that the others are not forgotten."""

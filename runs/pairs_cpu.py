@@ -14,6 +14,7 @@ warmdown_ratio = 0.8
 eval_every = 200
 sample_every = 400
 cfg_scale = 1.5
+cfg_interval = "0,1"
 sampler = "heun"
 sample_steps = 10
 save_every = 200

@@ -19,5 +19,6 @@ ranks=(python3 -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-8
     "${ranks[@]}" scripts.cache_latents -- --data=imagenet256 --autoencoder="$autoencoder" --name=imagenet256_latents --flip
 "${ranks[@]}" scripts.base_train -- runs/imagenet256.py "$@"
 find_trained imagenet256 "$@"
-"${ranks[@]}" scripts.sample --model="$run" --num_images=50000 --npz --sampler=heun --steps=50 --cfg_scale=1.5 --out="$samples"
+"${ranks[@]}" scripts.sample --model="$run" --num_images=50000 --npz --sampler=heun --steps=50 --cfg_scale=1.5 --cfg_interval=0,1 \
+    --out="$samples"
 "${ranks[@]}" scripts.base_eval --metric=fid --samples="$samples"

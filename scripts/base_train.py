@@ -74,7 +74,7 @@ lr = 0.0  # >= 0: AdamW's learning rate, for all but the blocks' matrices (muon_
 flip = False  # mirror half of the images left-right
 eval_every = 250  # >= -1: steps between validation losses, from 0 on; in every cadence 0 = only at the end, -1 = never
 sample_every = 250  # >= -1: steps between grids of samples
-cfg_scale = 1.5  # [0, 100]: classifier-free guidance of the samples; 1 = none
+cfg_scale = 2.5  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with the same settings;
@@ -119,7 +119,7 @@ fid_images = 2000  # >= 10: samples for these
 fid_metric = "fid"  # fid|fd_classifier|fd_simclr: features of Inception (96 MB), this set's classifier, SimCLR
 sample_steps = 0  # >= 0: steps of the sampler; 0 = 9 of ralston, 4 of a flow map, 25 of ddim
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
-cfg_interval = "0,1"  # guide only where t is in this interval
+cfg_interval = "0.3,0.7"  # guide only where t is in this interval
 save_every = 250  # >= -1: steps between checkpoints
 checkpoints_kept = 2  # >= 1 or -1: newest that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines

@@ -90,7 +90,7 @@ def test_an_image_alone_is_the_one_among_others(draw):
 
 
 def test_respacing_10_is_10_even_steps_and_eta_adds_noise(draw):
-    some = ("--model=small", "--num_images=2")
+    some = ("--model=small", "--num_images=2", "--cfg_interval=0,1")
     ten, _, _ = draw(*some, "--steps=10")
     respaced, _, protocol = draw(*some, "--steps=0", "--respacing=10")
     noisy, _, _ = draw(*some, "--steps=10", "--eta=1")
@@ -114,7 +114,15 @@ def test_seed_class_and_weights_change_an_image(draw):
 
 def test_what_is_written(runs, run_script, tmp_path):
     out = tmp_path / "new" / "cfg_1.5"  # its dot is no suffix
-    args = ("--model=flow", f"--out={out}", "--num_images=20", "--cfg_scale=1.5", "--steps=2", "--npz")
+    args = (
+        "--model=flow",
+        f"--out={out}",
+        "--num_images=20",
+        "--cfg_scale=1.5",
+        "--cfg_interval=0,1",
+        "--steps=2",
+        "--npz",
+    )
     run_script("sample", *TIMELESS, *args)
     with np.load(f"{out}.npz") as file:
         images = file["arr_0"]

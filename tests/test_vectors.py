@@ -89,7 +89,7 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, d
     some = ("--model=a", "--num_images=24")
     offered = describe_run(here / "runs" / "a")  # on the page they are guided, too
     assert offered["is_guided"]
-    assert offered["cfg_scale"] == 1.5
+    assert offered["cfg_scale"] == 2.5
     assert offered["classes"] == []
     raw = raw[shuffled(np.arange(24), 24, (0,))]  # the order in which samples take them
     np.save(tmp_path / "rows.npy", raw)

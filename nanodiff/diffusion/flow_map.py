@@ -35,8 +35,8 @@ class FlowMap(FlowMatching):
     0.15, 0.65 of one of 0.05. The shipped map's four jumps score a third worse than its teacher's 25 evaluations
     (runs/weights/README.md). With r + 1/16 instead of r + 1/4 the map lands by jumps that it is not taught, of 7, 11
     and 15 sixteenths, and photographs fall apart (runs/LOG.md, 25).
-    As r approaches t, u becomes v(x_t, t), so the flow model's samplers still work. Only the last third of the blocks
-    sees t - r (Lee et al. 2025, arXiv:2510.24474): the others read x_t as the flow model does.
+    As r approaches t, u becomes v(x_t, t), so the flow model's samplers still work. Only the last third of the blocks,
+    rounded up, sees t - r (Lee et al. 2025, arXiv:2510.24474): the others read x_t as the flow model does.
     """
 
     is_map = True
