@@ -70,9 +70,9 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, overrides):
     if cfg_scale != 1 and not fault:
         return cfg_scale, interval
     names = ("cfg_scale", "cfg_interval", "cfg_channels")
-    ignored = [f"{name}={overrides[name]}" for name in names if overrides.get(name, 1) != 1]
-    if ignored:
-        print0(f"samples are not guided and ignore {' and '.join(ignored)}: {fault or 'cfg_scale=1'}")
+    settings = [f"{name}={overrides[name]}" for name in names if overrides.get(name, 1) != 1]
+    if settings:
+        print0(f"samples are not guided and ignore {' and '.join(settings)}: {fault or 'cfg_scale=1'}")
     return 1.0, (0.0, 1.0)
 
 
