@@ -253,8 +253,7 @@ def load_tensors(path: Path, mmap: bool = False):
     """The only torch.load of the package: it accepts tensors and plain containers, never code. `mmap`: read tensors
     when they are used; only for our own files."""
     fault = "cannot be loaded safely as tensors"
-    with reading(path, fault), open(path, "rb") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about unusual pickle protocols
+    with reading(path, fault), open(path, "rb") as file, warnings.catch_warnings(action="ignore"):  # pickle protocols
         try:
             # Meta's training checkpoints hold an argparse.Namespace, a class without code of its own
             with torch.serialization.safe_globals([argparse.Namespace]):

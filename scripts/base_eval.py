@@ -124,7 +124,6 @@ if metric in ("loss", "bpd"):
     inputs = run.model, run.process, dataset, codec
     num_images = min(num_images or 400, len(dataset))
     result["data"] = dataset.name
-    result["num_images"] = num_images
 
 if metric == "loss":
     with autocast:
@@ -178,7 +177,6 @@ else:
         names = run.class_names
         result["batch_size"] = batch_size
     result |= image_set.protocol
-    result["num_images"] = num_images
     if is_distance and num_images < 10:
         raise UserError(f"metric={metric} needs 10 images or more, got {num_images}")
     if not is_distance and not image_set.num_classes:
@@ -286,6 +284,7 @@ print0(", ".join(filter(None, words)))
 if num_images < config["num_images"]:
     print0(f"num_images={config['num_images']:,}: there are only {num_images:,}")
     config["num_images"] = num_images  # for the file's name
+result["num_images"] = num_images
 path = at(source)
 folder = path.parent
 stem = path.name if path.is_dir() else path.stem

@@ -262,9 +262,8 @@ if not total_batch_size:
         relative = math.sqrt(total_images * tokens / 20e6)
     else:  # images = steps * batch: solved for batch / 64
         relative = num_iterations * 64 * tokens / 20e6
-    total_batch_size = 2 ** max(4, round(math.log2(max(64 * relative, 1))))
-    if total_batch_size % world:  # 3, 5, 6, 7 ranks take equally many
-        total_batch_size = world * max(1, round(total_batch_size / world))
+    total_batch_size = 2 ** round(math.log2(max(64 * relative, 16)))
+    total_batch_size = world * max(1, round(total_batch_size / world))  # 3, 5, 6, 7 ranks take equally many
 
 # 3) The steps
 if num_iterations < 0:
@@ -364,6 +363,7 @@ run_info |= dict(num_iterations=num_iterations, flops_per_image=flops_per_image)
 log = RunLog(run, run_dir, device, run_info, step, loop_state)
 report_due = 0.0  # when report.html is next written, by time.monotonic
 evaluated_step = -1  # a step that is repeated is evaluated once
+overflow = False  # in the last step
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop: save -> evaluate -> sample -> stop? -> one step -> log
@@ -409,7 +409,7 @@ def save():
             new_meta["lora"] = lora
             start.save_adapters(run_dir, new_meta, tensors)
         # While fp16 skips steps, the weights may have exploded: delete nothing
-        saver.start(run_dir, step, tensors, new_meta, -1 if scaler.overflow else checkpoints_kept)
+        saver.start(run_dir, step, tensors, new_meta, -1 if overflow else checkpoints_kept)
     saver.step = step  # on all ranks
 
 

@@ -81,8 +81,7 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
             blocks += [mean, std][: encoder.parts]
             mean = mean.cpu().double()
             std = std.cpu().double()
-            sums[0] += mean.sum((0, 2, 3))
-            sums[1] += (mean**2 + std**2).sum((0, 2, 3))
+            sums += torch.stack([mean, mean**2 + std**2]).sum((1, 3, 4))
         if second:
             second_images = to_model_range(torch.from_numpy(cond["given"]).to(device))
             blocks.append(F.interpolate(second_images, mean.shape[2:], mode="area"))

@@ -144,7 +144,7 @@ def draw(request: dict, runs: dict[str, Path], send, device, compute_dtype) -> N
             send_picture(codec.preview(x0), step=i, steps=steps)
 
     if second_images := samples.second_images(range(n)):
-        send_picture(second_images, step=0, steps=request["steps"])
+        send_picture(second_images)
     images = []
     for ids in samples.batches(np.arange(n), n):
         with autocast_to(device, compute_dtype):

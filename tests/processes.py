@@ -1,7 +1,8 @@
 """Scripts and functions in processes of their own.
 
-They are forks of a server that has imported torch, so that a start takes 0.3 s, not 4. With `context=FORK` they are
-forks of the test itself: only these can run a closure, or see what it has patched; where there is a GPU none can train.
+They are forks of a server that has imported torch and the package, so that a start takes 0.3 s, not 4. With
+`context=FORK` they are forks of the test itself: only these can run a closure, or see what it has patched; where there
+is a GPU none can train.
 """
 
 import multiprocessing
@@ -20,7 +21,9 @@ import scripts  # noqa: F401 (its excepthook)
 
 FORK = multiprocessing.get_context("fork")
 CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-CONTEXT.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes"])  # the latter on the first model
+PRELOADED = ["torch.fx.experimental.symbolic_shapes"]  # imported on the first model
+PRELOADED += ["nanodiff.sampling.draw", "nanodiff.training.shard", "nanodiff.web.report"]  # import most of the package
+CONTEXT.set_forkserver_preload(["torch", *PRELOADED])
 
 
 def free_port():

@@ -64,7 +64,7 @@ def test_facts_and_both_ways_to_name_a_set(base):
     for name in ("toy", path, str(path)):
         data = open_dataset(name, "val")
         assert len(data) == 10
-        assert data.num_images == 10
+        assert len(data) == 10
         assert data.num_classes == 5
         assert data.channels == 3
         assert data.resolution == 4
@@ -74,7 +74,7 @@ def test_facts_and_both_ways_to_name_a_set(base):
     assert_array_equal(np.load(path / "val_images_000.npy"), IMAGES[40:])  # plain .npy files
     path.rename(base / "elsewhere")
     name = open_dataset(base / "elsewhere").name
-    assert open_dataset(name, "val").num_images == 10
+    assert len(open_dataset(name, "val")) == 10
 
 
 def test_an_existing_set_is_replaced_only_when_asked_and_as_a_whole(base):
@@ -234,7 +234,7 @@ def test_a_file_system_without_locks_is_no_hindrance(base, monkeypatch):
     with DatasetWriter("toy", "abcde") as slow:
         slow.append("train", IMAGES, y=LABELS)
         write()  # another process is faster; the last to end leaves its set
-    assert open_dataset("toy").num_images == 50
+    assert len(open_dataset("toy")) == 50
     assert not leftovers(base)
 
 

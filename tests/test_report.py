@@ -85,7 +85,7 @@ def fake_run(base, tag="a", lines=40, grids=3, word="plain", batch=8):
             "train/grad_norm": noise[1],
         }
         line |= {f"train/loss_q{q}": noise[2 + q] for q in range(4)}
-        line |= {"train/mfu": 0.0, f"train/{word}": 2.0}
+        line |= {f"train/{word}": 2.0}
         logged.append(line)
         if i % 10 == 0:
             logged.append({"step": 10 * i, "val/loss": 1.0 + 1 / i, "val/loss_ema": 1.1})

@@ -23,8 +23,8 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
     A bijection without a table: a Feistel network permutes [0, 4^k), the smallest such range that holds num; each of
     its rounds swaps the halves of a number's bits and mixes one of them. Results >= num are permuted again.
     """
-    bits = int(num - 1).bit_length()
-    half = max(1, (bits + 1) // 2)
+    bits = (num - 1).bit_length()
+    half = (bits + 1) // 2
     low = 2**half - 1
     keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
     result = np.array(positions, np.uint64)

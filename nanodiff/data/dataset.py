@@ -88,7 +88,6 @@ class Dataset:
             self._shards = part["shards"]
             counts = [entry["num_images"] for entry in self._shards]
             self._ends = np.cumsum(counts)  # (shards,) the index after the last image of each
-            self.num_images = int(self._ends[-1])
             self.buckets = {}  # shards of one size follow each other
             for entry, end in zip(self._shards, self._ends.tolist()):
                 size = tuple(entry.get("size", self._square))
@@ -147,7 +146,7 @@ class Dataset:
             raise UserError(f"{file} was changed while it was in use")
 
     def __len__(self) -> int:
-        return self.num_images
+        return int(self._ends[-1])
 
     def spread(self, num_images: int) -> np.ndarray:
         """Indices of images spread evenly over the set, which may be in the order of classes or of buckets."""
@@ -385,7 +384,6 @@ class DatasetWriter:
         self.overwrite = overwrite
         self.meta = {
             "kind": "images",
-            "channels": 0,
             "resolution": 0,
             "class_names": list(class_names),
             "splits": {},

@@ -34,7 +34,6 @@ class Latents(Pixels):
             check_sides(dataset, self.downsample)
             super().accept(dataset, kind="images", channels=3, resolution=self.image_size)
             self.keep_loaded()
-            self.info["parts"] = self.autoencoder.parts
             return
         if latents["sha256"] != self.info["sha256"]:
             raise UserError(
@@ -42,7 +41,6 @@ class Latents(Pixels):
                 f"the model wants {self.info['autoencoder']}'s"
             )
         super().accept(dataset, channels=self.shape[0] * latents["parts"] * latents["copies"])
-        self.info["parts"] = latents["parts"]
         self.info["copies"] = latents["copies"]
         if self.path != self.info["path"]:  # refuse another autoencoder now
             self.decoder()

@@ -1,7 +1,5 @@
 """Codecs of images and arrays: stored data <-> x0 <-> uint8 images."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -82,11 +80,11 @@ class Pixels:
     def accept(self, dataset, **overrides) -> None:
         """Prepare to read a set. UserError unless its data agree with the model's; `overrides`: values in which the
         stored form differs."""
-        data = replace(self.data, **overrides)
+        facts = vars(self.data) | overrides
         for key in ("kind", "channels", "resolution", "range", *SET_FIELDS[1:]):  # classes are matched by name
             value = getattr(dataset.data, key)
-            if value != getattr(data, key):
-                raise UserError(f"data={dataset.name!r} has {key} {value}, the model wants {getattr(data, key)}")
+            if value != facts[key]:
+                raise UserError(f"data={dataset.name!r} has {key} {value}, the model wants {facts[key]}")
 
     def to_x0(self, batch, flip=None, randn_like=None) -> Tensor:
         """What the data set stores -> x0, fp32; mirrored where `flip` (N,) is True.

@@ -74,11 +74,9 @@ def inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def draw_poses(num: int, rng: np.random.Generator, radii=RADII) -> np.ndarray:
     """Random radius, x and y of the centre of shapes within the image: (num, 3) float64."""
-    u_radius, *u_place = rng.uniform(size=(3, num))
-    smallest, largest = radii
-    radius = smallest + (largest - smallest) * u_radius
+    radius = rng.uniform(*radii, num)
     room = 1 - 2 * radius
-    x, y = (radius + room * u for u in u_place)
+    x, y = radius + room * rng.uniform(size=(2, num))
     return np.stack([radius, x, y], 1)
 
 

@@ -4,9 +4,9 @@
 `to_*` returns the published state dict.
 """
 
-import dataclasses
 import math
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -119,7 +119,7 @@ def from_sit(state_dict: Tensors, time_input: str, **options) -> tuple[DiTConfig
         pixels = tensors[name].unflatten(0, (config.patch_size**2, -1))  # (p p, out_channels, ...)
         rows = pixels[:, : config.in_channels].flatten(0, 1)
         tensors[name] = -rows if time_input == "1-t" else rows
-    return dataclasses.replace(config, out_channels=config.in_channels), tensors
+    return replace(config, out_channels=config.in_channels), tensors
 
 
 def from_classic(tensors: Tensors, tokens: int, heads: int) -> tuple[DiTConfig, Tensors]:
@@ -306,11 +306,10 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
         form = "diffusers"
         sizes = read_json(path.with_name("config.json"))
         options = scheduler_settings(path, sizes) | options
-    names = OPTIONS[form].keys()
+    names = OPTIONS[form]
     for name in options.keys() - names:
         raise UserError(f"{path} is read without {name}={options[name]}; accepted: {', '.join(sorted(names))}")
     defaults = {
-        "gaussian_loss": "mse",
         "label_drop": 0.1,
         "objective": "eps",
         "timesteps": "uniform",
@@ -331,8 +330,8 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
             if not model_config.low_res:
                 defaults["noise_schedule"] = "cosine"
             defaults["rescale_timesteps"] = not num_classes
-    config = defaults | {"low_res_size": model_config.low_res} | options
-    settings = config | dataclasses.asdict(model_config) | model_settings(model_config)
+    config = defaults | options
+    settings = config | asdict(model_config) | model_settings(model_config)
     missing = [f"{name}={settings[name]}" for name in names if name not in options]
     if missing:
         note += (
@@ -362,7 +361,7 @@ def to_published(form: str, source, tensors: Tensors) -> tuple[Tensors, dict]:
     hold (options.py). UserError if the file would be read as another model.
     """
     model_config = source.model.config
-    settings = source.config | dataclasses.asdict(model_config) | model_settings(model_config)
+    settings = source.config | asdict(model_config) | model_settings(model_config)
     is_meta = form == "meta"
     arch = "dit_classic" if is_meta else "unet"
     if settings["arch"] != arch or (is_meta and not source.num_classes):
@@ -384,7 +383,7 @@ def to_published(form: str, source, tensors: Tensors) -> tuple[Tensors, dict]:
         result["y_embedder.embedding_table.weight"] = result["y_embedder.embedding_table.weight"][:-1]
     options = {name: settings[name] for name in OPTIONS[form]}
     config_read, _ = FORMS[form](result, **options)
-    for name, value in dataclasses.asdict(model_config).items():
+    for name, value in asdict(model_config).items():
         if name not in NOT_HELD and getattr(config_read, name) != value:
             raise UserError(f"form={form} cannot hold {model_config}: it is read as {config_read}")
     return result, options

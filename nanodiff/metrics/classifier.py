@@ -65,7 +65,7 @@ class Classifier(Network):
             images = images.float().mean(1, keepdim=True)
         images = shrink(images, self.resolution)
         images = images.expand(-1, self.channels, -1, -1)  # grey images for an RGB judge
-        features = self.pooled(images.float() / 127.5 - 1)
+        features = self.pooled(images / 127.5 - 1)
         return features, self.head(features)
 
     def pooled(self, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def shift(images: Tensor, generator: torch.Generator) -> Tensor:
     canvas = F.pad(images.float(), [most] * 4, mode="replicate")
     windows = canvas.unfold(2, h, 1).unfold(3, w, 1)  # (N, C, 2 most + 1, 2 most + 1, H, W), a view
     rows, cols = torch.randint(2 * most + 1, (2, n), generator=generator)
-    return windows[torch.arange(n), :, rows, cols].to(images.dtype)
+    return windows[torch.arange(n), :, rows, cols]
 
 
 def train_classifier(train, val, device) -> Classifier:
@@ -161,7 +161,7 @@ def initialise(classifier: Classifier, seed: int = 0) -> Classifier:
 
 def load_images(dataset, resolution: int, seed: int = 0):
     """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
-    order = torch.randperm(dataset.num_images, generator=make_generator(seed))
+    order = torch.randperm(len(dataset), generator=make_generator(seed))
     indices = np.sort(order[:MAX_IMAGES])
     parts = []
     for rows in dataset.batches(indices, 1000):
@@ -193,7 +193,7 @@ def get_classifier(train, val, device) -> Classifier:
     def compute():
         if not is_first_rank():
             return None
-        print0(f"training a classifier on {train.path.name!r}, once, to judge samples ({train.num_images:,} images)")
+        print0(f"training a classifier on {train.path.name!r}, once, to judge samples ({len(train):,} images)")
         return host_copy(train_classifier(train, val, device).state_dict())
 
     path = train.path / "classifier.npz"

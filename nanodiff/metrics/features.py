@@ -75,13 +75,13 @@ def load_network(metric: str, data: str, device, weights: str = ""):
 def collect_features(images_of, batches: Batches, network, label: str = "") -> Features | None:
     """Features of the images with the ids in `batches`, computed by all ranks; None on all but the first.
 
-    `images_of` maps each batch of ids (n,) to images (n, C, H, W) uint8. The number of ranks changes the result only
-    by the rounding of float64 sums.
+    `batches`: ascending ids, (n,) each; `images_of` maps a batch to images (n, C, H, W) uint8. The number of ranks
+    changes the result only by the rounding of float64 sums.
     """
     all_ids = np.concatenate(batches)
     generator = make_generator(0)
     places = torch.randperm(len(all_ids), generator=generator)[:MAX_VECTORS]
-    subset = np.sort(all_ids)[places]
+    subset = all_ids[places]
     sums = torch.zeros(network.num_features + 1, network.num_features + 1, dtype=torch.float64)
 
     def compute(ids):
@@ -98,7 +98,7 @@ def collect_features(images_of, batches: Batches, network, label: str = "") -> F
         return None
     some, logits, images = map(torch.cat, zip(*rows))
     order = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice, too
-    return Features(mu, sigma, some[order], logits[np.argsort(all_ids)], images)
+    return Features(mu, sigma, some[order], logits, images)
 
 
 def load_stats(path: str, num_features: int) -> Features:

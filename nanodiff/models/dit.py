@@ -267,17 +267,15 @@ class DiT(nn.Module):
         Xavier-uniform matrices, embeddings with std 0.02; biases, adaLN and the last layer are zero, so each block
         starts as the identity (adaLN-Zero) and the prediction as 0. A single vector's embedding starts at 0 too.
         """
-        zero = ("ada", "final")
+        zero = ("ada", "final", "h_embed.2")  # h_embed.2: a flow model starts out as a flow map of short jumps
         if not self.config.vector_len:
             zero += ("vector_embed",)
         for name, p in self.named_parameters():
             w = torch.zeros(p.shape)
-            if p.ndim > 1 and name.startswith(("t_embed", "h_embed", "y_embed", "vector_position")):
+            if p.ndim > 1 and name.startswith(("t_embed", "h_embed.0", "y_embed", "vector_position")):
                 w.normal_(std=0.02, generator=generator)
             elif p.ndim > 1 and not any(part in name for part in zero):
                 nn.init.xavier_uniform_(w, generator=generator)
-            if name == "h_embed.2.weight":  # so a flow model starts out as a flow map, good for short jumps
-                w.zero_()
             p.copy_(w)
 
     def forward(self, x_t, t, y=None, vectors=None, h=None, **images):
@@ -295,7 +293,7 @@ class DiT(nn.Module):
         x = self.patch_embed(x.flatten(2).mT.contiguous())  # (N, T, C), a token per patch, row by row
         # The residual stream is in bf16 under bf16 autocast: half the memory traffic. fp16's range would be too small
         stream = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        x = (x.float() + position_table(cfg, rows, cols, x.device)).to(stream)
+        x = (x + position_table(cfg, rows, cols, x.device)).to(stream)
         rotation = rotation_table(cfg, rows, cols, x.device)
 
         c = self.t_embed(timestep_embedding(t, T_EMBED_DIM))  # (N, width)
@@ -305,7 +303,7 @@ class DiT(nn.Module):
             vectors, is_null = null_rows(vectors)
             vectors = self.vector_embed(vectors) + is_null * self.vector_null  # (N, C) or (N, L, C)
             if cfg.vector_len:  # tokens before the image's (Bao et al. 2022, arXiv:2209.12152), dropped at the end
-                tokens = vectors.float() + self.vector_position
+                tokens = vectors + self.vector_position
                 x = torch.cat([tokens.to(stream), x], dim=1)  # (N, L + T, C)
             else:
                 c = c + vectors

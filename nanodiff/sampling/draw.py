@@ -285,7 +285,7 @@ class ModelSamples:
             cond[name] = inputs(ids, shape).to(device)
         start = self.start_images
         if start:
-            x0 = self.codec.to_x0(start.x0[np.asarray(ids) % len(start.x0)].to(device))
+            x0 = self.codec.to_x0(start.x0[ids % len(start.x0)].to(device))
             start = replace(start, x0=x0, mask=start.mask.to(device))
         generator = StackedGenerator(ids, self.seed)
         noise = generator.randn((len(ids), *shape), device)

@@ -191,7 +191,7 @@ def open_wandb(run: str, run_dir: Path, config: dict, run_id: str | None):
 def record(path: Path, run_info: dict, step: int) -> None:
     """Write config.json. A run that resumes with other settings appends them to its list "changes"."""
     past = run_info | {"changes": []}
-    if step and path.exists():
+    if step:
         try:
             past |= read_json(path)
         except UserError as error:
@@ -219,7 +219,7 @@ class RunLog:
             return
         config = run_info["config"]
         changes = {key: value for key, value in config.defaults.items() if config[key] != value}
-        (run_dir / "samples").mkdir(parents=True, exist_ok=True)
+        (run_dir / "samples").mkdir(exist_ok=True)
         run_info = run_info | {"changed_from": changes, "environment": environment(device)}
         record(run_dir / "config.json", run_info, step)
         if (config["resume"].isdigit() or not step) and go_back(run_dir, step):

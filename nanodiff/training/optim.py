@@ -166,7 +166,6 @@ class LossScaler:
 
     enabled: bool
     lg_loss_scale: float = 20.0
-    overflow: bool = False  # in the last step
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * 2.0**self.lg_loss_scale if self.enabled else loss
@@ -181,7 +180,5 @@ class LossScaler:
         return self.enabled and self.lg_loss_scale >= 1
 
     def update(self, overflow: bool) -> None:
-        if not self.enabled:
-            return
-        self.lg_loss_scale += -1.0 if overflow else 0.001
-        self.overflow = overflow
+        if self.enabled:
+            self.lg_loss_scale += -1.0 if overflow else 0.001
