@@ -328,11 +328,12 @@ def test_a_header_without_a_known_file_column_is_no_row(tmp_path):
         assert sum(read(path, labels=str(table), file_column="image_name").values()) == 3
 
 
+@pytest.mark.parametrize("second", [".mask.png", "_mask.png"])
 @pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_several_images_of_a_sample_are_told(tmp_path, capsys, kind):
-    names = [f"a/{i}{suffix}" for i in range(4) for suffix in (".jpg", ".mask.png")]
+def test_several_images_of_a_sample_are_told(tmp_path, capsys, kind, second):
+    names = [f"a/{i}{suffix}" for i in range(4) for suffix in (".jpg", second)]
     assert read(pack(tmp_path, names, kind), kind) == {("a", False): 8}
-    assert "note: 4 images share another's name up to the first dot" in capsys.readouterr().out
+    assert "note: 4 images share another's name up to a dot or _mask" in capsys.readouterr().out
     read(pack(tmp_path / "b", spread("a", count=12), kind), kind)
     assert "note" not in capsys.readouterr().out
 

@@ -458,6 +458,7 @@ def test_meta_files(draw, tmp_path):
     assert own == {"sampler": "ddim", "steps": 50, "cfg_scale": 1.5, "cfg_interval": "0,1"}  # a file has no settings
     some = (f"--model={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
     refused("it is not known which autoencoder made these latents; samples need --autoencoder=PATH", draw, *some)
+    refused("cfg_channels=9; accepted: up to the model's 8", draw, *some, "--cfg_channels=9")
     vae = make_autoencoder(tmp_path / "vae", latent_channels=4)
     images, labels, protocol = draw(*some, f"--autoencoder={vae}")
     assert images.shape == (6, 32, 32, 3)

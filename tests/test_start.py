@@ -147,3 +147,9 @@ def test_new_models_see_t_slowly_and_older_ones_as_before(base, run_script):
     ):
         assert run_script("base_train", *TINY, *more)["time_input"] == time_input
     assert load_run("map", "cpu").process.time_input == "1000t"
+
+
+def test_the_tag_keeps_the_dots_of_its_source(base, run_script):
+    make_data()
+    make_run(run_script, "v1.5")
+    assert run_script("base_train", *TINY, "--init_from=v1.5")["run_dir"].name == "v1.5_tiny"

@@ -32,7 +32,7 @@ def inherited(config) -> dict:
     if not config["init_from"]:
         raise UserError(f"lora_rank={config['lora_rank']} needs --init_from=..., the model to tune")
     source, _ = split_options(config["init_from"])
-    base = Path(source).absolute().stem
+    base = Path(source).absolute().name.removesuffix(".safetensors").removesuffix(".pt")
     data = Path(config["data"]).absolute().name
     suffix = "_lora" if config["lora_rank"] else ""
     model_tag = config["model_tag"] or f"{base}_{data}{suffix}"

@@ -161,7 +161,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         place_of.append(place)
         unknown -= {name, splitext(name)[0]}
         num_captions += bool(caption)
-        sample = key_of(name)
+        sample = key_of(name).removesuffix("_mask")
         num_beside += sample == sample_before
         sample_before = sample
         if options.aspect_buckets:
@@ -173,8 +173,8 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     places = list(places.values())
     if unknown:
         print0(f"{len(unknown):,} rows of the table have no file in {path}, such as {min(unknown)!r}")
-    if num_beside:  # 1.input.png, 1.mask.png
-        print0(f"note: {num_beside:,} images share another's name up to the first dot; --pairs takes second images")
+    if num_beside:  # 1.input.png, 1.mask.png; or 1.png, 1_mask.png
+        print0(f"note: {num_beside:,} images share another's name up to a dot or _mask; --pairs takes second images")
     if num_captions:
         print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
     needs = {

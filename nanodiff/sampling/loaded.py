@@ -72,6 +72,9 @@ def settings_for(loaded, **overrides) -> SampleSettings:
     steps = options.respacing or options.steps or run["sample_steps"] or process.default_steps
     sampler = choose_sampler(process, run["sampler"], steps, options.eta)
     guidance = choose_guidance(run["cfg_scale"], run["cfg_interval"], loaded.why_unguided, changes)
+    num_channels = loaded.model.config.out_channels
+    if options.cfg_channels > num_channels:
+        raise UserError(f"cfg_channels={options.cfg_channels}; accepted: up to the model's {num_channels}")
     return SampleSettings(steps, sampler, *guidance, options.eta, options.cfg_channels)
 
 
