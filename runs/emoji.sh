@@ -37,4 +37,6 @@ case " $* " in *" --help"* | *" -h "*) exit ;; esac
 find_trained emoji64 "$@"
 python3 -m scripts.sample --model="$run" --num_images=500 --npz --out="$samples"
 python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=emoji64
-python3 -m scripts.sample --model="$run" --classes=Smileys_and_Emotion,People_and_Body,Flags --num_images=48
+for class in Smileys_and_Emotion Flags; do
+    python3 -m scripts.sample --model="$run" --classes=$class --num_images=28
+done
