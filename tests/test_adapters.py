@@ -169,6 +169,17 @@ def test_what_makes_the_adapters_cannot_change_within_a_run(base, old, run_scrip
     refused("has other weights than when this run began", run_script, "base_train", *TINY, "--model_tag=a", *more)
 
 
+def test_a_run_goes_on_from_a_base_that_moved(base, old, run_script):
+    run_script("base_train", *TINY, "--model_tag=a", "--num_iterations=1")
+    old.rename(base / "runs" / "moved")
+    moved = [arg.replace("init_from=flow", "init_from=moved") for arg in TINY] + ["--model_tag=a", "--resume=changed"]
+    done = run_script("base_train", *moved, "--num_iterations=2")
+    assert done["start_step"] == 1
+    assert done["lora"]["base"].startswith("moved,")
+    other = [arg.replace("init_from=moved", "init_from=eps") for arg in moved]
+    refused("eps.*has other weights than when this run began", run_script, "base_train", *other, "--num_iterations=3")
+
+
 def test_what_a_base_that_moved_needs_is_said(base, old, run_script, draw):
     run_script("base_train", *TINY, "--model_tag=a", "--num_iterations=1")
     file = base / "runs/a/adapters/step_000001.safetensors"

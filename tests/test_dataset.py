@@ -64,7 +64,6 @@ def test_facts_and_both_ways_to_name_a_set(base):
     for name in ("toy", path, str(path)):
         data = open_dataset(name, "val")
         assert len(data) == 10
-        assert len(data) == 10
         assert data.num_classes == 5
         assert data.channels == 3
         assert data.resolution == 4

@@ -82,7 +82,10 @@ def open_source(config: Settings, meta: dict, device):
     if kind.is_map or "lora" in meta or not meta:
         teacher = {"base": meta.get("teacher", config["init_from"]), "sha256": meta.get("teacher_sha256")}
         identifier = meta.get("lora", teacher)
-        source = load_run(identifier["base"], device if kind.is_map else "cpu")
+        base = identifier["base"]
+        if meta and config["init_from"] != meta["config"].get("init_from"):  # it has moved
+            base = config["init_from"]
+        source = load_run(base, device if kind.is_map else "cpu")
         if identifier["sha256"] and identifier["sha256"] != identity(source)["sha256"]:
             raise UserError(f"{source.source} has other weights than when this run began")
     data = meta["data"] if meta else source.data

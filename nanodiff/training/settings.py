@@ -43,6 +43,8 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
         if value != was and not is_open:
             changes[key] = f"{key}={value!r} (was {was!r})"
     free = FREE - {"cfg_scale", "cfg_interval"} if learns_guidance(config) else FREE
+    if config["init_from"] and meta["config"].get("init_from"):  # it may move: open_source compares weights
+        free = free | {"init_from"}
     fixed = [text for key, text in changes.items() if key not in free | RATES]
     if fixed:
         raise UserError(f"{tag} was trained with other settings: {', '.join(fixed)}; use another model_tag")
