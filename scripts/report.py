@@ -9,7 +9,7 @@ Write the report of a run, or one page that overlays several; print its path.
 import sys
 
 from configurator import configure
-from nanodiff.common import print0
+from nanodiff.common import UserError, print0
 from nanodiff.files import reading
 from nanodiff.formats.load import find_run
 from nanodiff.web.report import write_report
@@ -18,6 +18,9 @@ configure(globals(), [arg for arg in sys.argv[1:] if arg.startswith("-")])  # th
 
 runs = [arg for arg in sys.argv[1:] if not arg.startswith("-")] or [""]
 run_dirs = list(dict.fromkeys(find_run(run).resolve() for run in runs))
+for path in run_dirs:
+    if not path.is_dir():
+        raise UserError(f"{path} is a file of weights, without a log; accepted: a run's tag or folder")
 path = run_dirs[0] / "report.html"
 if len(run_dirs) > 1:
     name = "_".join(folder.name for folder in run_dirs)
