@@ -348,7 +348,7 @@ def test_the_readme_says_of_emoji_and_of_a_gpu_what_is_logged():
     readme = " ".join((ROOT / "README.md").read_text().split())
     emoji = (RUNS / "records" / "emoji_930b54f.txt").read_text()
     (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
-    assert f"After [{float(minutes):.0f} minutes](runs/records/emoji_930b54f.txt) on one CPU core" in readme
+    assert f"after [{float(minutes):.0f} minutes](runs/records/emoji_930b54f.txt) of training on one CPU core" in readme
     (num_images,) = re.findall(r"^data: emoji64: (\S+) \+", emoji, re.M)
     assert f"[trained](runs/emoji.sh) on {num_images} emoji" in readme
     gpu = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
