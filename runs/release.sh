@@ -44,7 +44,7 @@ from nanodiff.safetensors import fingerprint, load_safetensors, save_safetensors
 commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 for tag, name in (("cifar10_final2", "cifar10"), ("cifar10_map", "cifar10_map")):
     tensors, metadata = load_safetensors(f"{sys.argv[1]}/{tag}.safetensors")
-    found = [json.load(open(path)) for path in sorted(glob.glob(f"{sys.argv[1]}/eval_fd_classifier_{tag}_?_*.json"))]
+    found = [json.load(open(path)) for path in sorted(glob.glob(f"{sys.argv[1]}/eval_fd_classifier_{tag}_?.npz_*.json"))]
     figures = {}
     for key in ("fd_classifier", "precision", "recall"):
         values = [figure[key] for figure in found]

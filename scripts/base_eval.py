@@ -287,7 +287,7 @@ if num_images < config["num_images"]:
 result["num_images"] = num_images
 path = at(source)
 folder = path.parent
-stem = path.name if path.is_dir() else path.stem
+stem = path.name  # with its suffix: x.npz may lie beside a folder x
 if run:
     folder = run.run_dir or base_dir() / "samples"
     stem = f"{run.step:06d}" if run.run_dir else run.path.stem

@@ -37,8 +37,8 @@ config = configure(globals())
 suffix = ".safetensors" if form == "safetensors" else ".pt"
 if out and not out.endswith(suffix):
     raise UserError(f"out={out!r} for form={form}; accepted: a path that ends in {suffix}")
-if lora and not out:
-    raise UserError(f"lora={lora!r} without out, whose default is the name of the model alone")
+if (lora or lora_scale != 1) and not out:
+    raise UserError(f"lora={lora!r}, lora_scale={lora_scale} without out, whose default is the name of the model alone")
 meta, tensors = read(*find(model, step=checkpoint_step, ema=ema), lora, lora_scale)
 source = build(meta, tensors, "cpu")
 options = {}

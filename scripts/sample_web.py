@@ -105,6 +105,8 @@ def read_request(body: bytes) -> dict:
     """The fields of form.py from a request's JSON, checked as settings are; from_image as bytes."""
     request = json.loads(body)
     settings = read_settings(vars(form))
+    if unknown := request.keys() - settings:
+        raise ValueError(f"{', '.join(unknown)}; accepted: {', '.join(settings)}")
     request = {name: check(settings, name, request.get(name)) for name in settings}
     return request | {"from_image": base64.b64decode(request["from_image"], validate=True)}
 
@@ -125,9 +127,10 @@ def draw(request: dict, runs: dict[str, Path], send, device, compute_dtype) -> N
     codec = samples.codec
     n = request["num_images"]
     facts = request | settings.named | {"from_image": None}
+    notes = []
     if request["from_image"]:
         with reading("the picture to start from", "is no image"):
-            picture, _ = decode(request["from_image"], [(codec.image_size, codec.image_size)])
+            picture, notes = decode(request["from_image"], [(codec.image_size, codec.image_size)])
         start_from(samples, picture[None], "a picture", request["strength"])
         facts["from_image"] = samples.start_images.description["from_images"]
     columns = samples.columns
@@ -149,12 +152,13 @@ def draw(request: dict, runs: dict[str, Path], send, device, compute_dtype) -> N
     for ids in samples.batches(np.arange(n), n):
         with autocast_to(device, compute_dtype):
             images += samples.images(ids, on_step)
-    warning = f"{samples.not_finite} of the images are not finite (NaN)" if samples.not_finite else ""
+    if samples.not_finite:
+        notes.append(f"{samples.not_finite} of the images are not finite (NaN)")
     classes = []  # classes of the grid's columns
     if loaded.num_classes and (n <= columns or columns % len(samples.turns.labels) == 0):
         classes = [loaded.class_names[label] for label in samples.labels(range(min(n, columns)))]
     seconds = time.perf_counter() - start
-    send_picture(images, json.dumps(facts), settings=facts, classes=classes, seconds=seconds, warning=warning)
+    send_picture(images, json.dumps(facts), settings=facts, classes=classes, seconds=seconds, warning="; ".join(notes))
     print0(f"{count(n, 'image', 'images')} of {request['run']} at step {loaded.step:,}")
 
 

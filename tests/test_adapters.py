@@ -94,6 +94,7 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, draw):
     other, _, _ = draw(*by_file, "--lora_scale=0")
     assert np.array_equal(images, same)
     assert not np.array_equal(images, other)
+    refused("lora_scale=0.5 without out", run_script, "export", "--model=a", "--lora_scale=0.5")
     # and one can be fine-tuned again
     again = [arg for arg in TINY if "--init_from" not in arg]
     done = run_script("base_train", *again, "--init_from=a", "--model_tag=b", "--num_iterations=1")

@@ -135,6 +135,7 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
     read = evaluate(run_script, "fd_classifier", f"--samples={tmp_path}/s.npz")  # it says which set it belongs to
     assert read["samples_protocol"]["seed"] == 5
     assert read["num_images"] == 12
+    assert [path.name.split("_")[3] for path in tmp_path.glob("eval_*.json")] == ["s.npz"]  # a folder s has its own
     for figure in figures:
         assert read[figure] == drawn[figure]
 

@@ -104,8 +104,8 @@ def test_a_mask_is_cropped_as_its_picture_is(tmp_path, capsys):
         assert ((mask >= 0.5) == expected).all()
 
 
-def test_a_gray_mask_keeps_its_levels(tmp_path):
-    """Of an image or an array; one that is no mask is refused."""
+def test_a_gray_mask_keeps_its_levels(tmp_path, capsys):
+    """Of an image or an array; one that is no mask is refused, and one without white is noticed."""
     levels = np.arange(256).reshape(16, 16)
     Image.fromarray(levels.astype(np.uint8)).save(tmp_path / "a.png")
     for name, array in (
@@ -121,6 +121,10 @@ def test_a_gray_mask_keeps_its_levels(tmp_path):
         np.testing.assert_allclose(mask, levels / 255, atol=1e-7)
     mask = read_mask(str(tmp_path / "d.npy"), 16)
     assert (mask == (levels > 99)).all()
+    assert "lightest part" not in capsys.readouterr().out
+    np.save(tmp_path / "dark.npy", levels.clip(0, 38))
+    read_mask(str(tmp_path / "dark.npy"), 16)
+    assert "dark.npy': its lightest part, 0.15 of white, is kept for that share" in capsys.readouterr().out
     for name in ("e.npy", "f.npy"):
         refused("values below 0 or above 255", read_mask, str(tmp_path / name), 16)
 

@@ -160,8 +160,8 @@ def test_the_file_has_the_names_of_peft(tmp_path):
     assert json.loads(info["lora"])["sha256"] == fingerprint(make_loaded().model.state_dict())
 
 
-def test_a_set_is_seen_with_the_classes_of_a_model(base):
-    """By name, or in order if they are numbers there; new ones follow, and no label is the null class."""
+def test_a_set_is_seen_with_the_classes_of_a_model(base, capsys):
+    """By name, or in order, with a note, if they are numbers there; new ones follow, and no label is the null class."""
     for known, classes, names, labels in (
         (NAMES, ["dots", "bar"], [*NAMES, "dots"], [3, 2]),
         (["0", "1", "2"], ["cross", "dots", "bar"], ["0", "1", "2"], [0, 1, 2]),
@@ -175,6 +175,7 @@ def test_a_set_is_seen_with_the_classes_of_a_model(base):
             writer.append("train", images, y=[*range(n)] * 2)
         stored = open_dataset(stored, "train")
         seen = stored.seen_by(known)
+        assert ("note: classes match by order: cross = 0, ..." in capsys.readouterr().out) == (known == ["0", "1", "2"])
         assert seen.class_names == names
         assert seen.data.class_names == names
         assert seen.num_classes == len(names)

@@ -1,5 +1,7 @@
 """A second image as condition: stored behind the first, seen beside x_t, dropped as others are, given to samples."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -181,7 +183,11 @@ def test_samples_take_second_images_of_files(base, run_script, draw, tmp_path, c
     """Of an .npz as of the validation set; the picture shows pairs. Of a folder: above; in Python: test_sample.py."""
     make_set("tiny", gray)
     make_run(run_script, "a")
-    order = open_samples(load_run("a", "cpu")).inputs["given"].rows(range(24), (3, 16, 16))
+    samples = open_samples(load_run("a", "cpu"))
+    both = replace(samples, inputs=samples.inputs | {"vectors": replace(samples.inputs["given"])})
+    assert both.protocol["classes"] == "of the rows of given"
+    assert replace(both, classes=[0]).protocol["classes"] == "in the set's proportions"
+    order = samples.inputs["given"].rows(range(24), (3, 16, 16))
     assert sorted(order) == list(range(24))
     assert sorted(order) != list(order)
     _, cond = open_dataset("tiny", "val").rows(order)

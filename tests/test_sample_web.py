@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import io
 import json
 import math
 import shutil
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_array_equal
+from PIL import Image
 from test_server import ask, served
 from tiny_runs import RUNS, TINY, decode_png, make_autoencoder, make_data, make_run
 from webdriver import CHROMEDRIVER, Browser
@@ -215,7 +217,8 @@ def test_malformed_requests_get_one_line(run_dir, server, capsys):
     for size in ("10000000", "-1", "two"):
         assert post(server, b"{}", **{"Content-Length": size}).status == 413
     unknown = json.dumps(request(run_dir, from_image="no base64!")).encode()
-    for content in (b"", b"{", b"{}", b"7", b"null", b"[]", b"\xff", b"[" * 99_999, unknown):
+    unasked = json.dumps(request(run_dir) | {"mask": 1}).encode()
+    for content in (b"", b"{", b"{}", b"7", b"null", b"[]", b"\xff", b"[" * 99_999, unknown, unasked):
         answer = post(server, content)
         assert answer.status == 400
         assert json.loads(answer.read())["error"].startswith("request refused: ")
@@ -237,6 +240,10 @@ def test_samples_start_from_a_picture(run_dir, server):
     settings = unchanged["settings"]
     assert "SHA-256" in settings["from_image"]
     assert settings["strength"] == 0
+    assert unchanged["warning"] == ""
+    clear = io.BytesIO()
+    Image.new("RGBA", (16, 16)).save(clear, "PNG")
+    assert last(from_image=base64.b64encode(clear.getvalue()).decode())["warning"] == "transparency became white"
     for content, told in (
         (b"no image", "no image"),
         (b"P5 13300 13300 255\n", "67,108,864"),  # a header, no pixels

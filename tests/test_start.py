@@ -120,6 +120,8 @@ def test_a_maps_teacher_cannot_be_exchanged(base, run_script):
     exchanged = ("base_train", *its_map, "--num_iterations=2")
     refused("old/.*has other weights than when this run began", run_script, *exchanged)
     checkpoint = run_dir / "checkpoints" / "step_000001"
+    back = (*TINY, "--init_from=map", "--objective=flow", "--num_iterations=1")
+    refused("is a flow map; accepted:", run_script, "base_train", *back)
     meta = load_meta(checkpoint)
     assert meta["teacher"] == "old,step=1,ema=0.999"
     assert meta.pop("teacher_sha256")

@@ -225,7 +225,10 @@ def match_labels(names: list[str], vocabulary: list[str], subject: str) -> list[
 def same_order(names: list[str], vocabulary: list[str]) -> bool:
     """Are there as many classes, and does one side call them "0", "1", ...?"""
     numbers = [*map(str, range(len(names)))]
-    return len(names) == len(vocabulary) and numbers in (names, vocabulary)
+    fits = len(names) == len(vocabulary) and numbers in (names, vocabulary)
+    if fits and names != vocabulary:
+        print0(f"note: classes match by order: {names[0]} = {vocabulary[0]}, ...")
+    return fits
 
 
 def open_dataset(

@@ -109,6 +109,8 @@ def start_from(model, base: Loaded, config: Settings, class_names: list[str]) ->
     for name, x in base_state.items():
         if not x.isfinite().all():
             raise UserError(f"init_from: {base.source} has NaN or infinity in {name}")
+    if any(name.startswith("h_embed") for name in base_state.keys() - state):
+        raise UserError(f"init_from: {base.source} is a flow map; accepted: the objective of a map, or its teacher")
     new = [*(weights.keys() - base_state)]
     weights |= base_state
     for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # a new second image has no effect at first, either

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from nanodiff.common import UserError, at, base_dir, print0
+from nanodiff.conditions import to_stored
 from nanodiff.data import shapes
 from nanodiff.files import download, reading, writing
 from nanodiff.prepare.buckets import choose_sizes
@@ -406,10 +407,10 @@ def add_numbers(source: Source, name: str, location: str) -> None:
     names, array = read_numbers(name, path)
     if not array.any():
         raise UserError(f"{name}={str(path)!r} holds nothing but zeros")
+    stored = to_stored(name, array)
     if array.ndim == 2:
         spread = np.ptp(array, axis=0)
-        with np.errstate(over="ignore"):
-            lost = abs(array.astype(np.float16) - array).max(0)
+        lost = abs(stored - array).max(0)
         if ((spread > 0) & (spread < 10 * lost)).any():
             raise UserError(f"{name}={str(path)!r}: fp16 loses differences; subtract means, divide by deviations")
     source.files.append(path)

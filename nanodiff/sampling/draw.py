@@ -225,7 +225,7 @@ class ModelSamples:
         }
         for name, inputs in self.inputs.items():
             protocol[name] = inputs.description
-            if inputs.labels is not None:
+            if inputs is self.turns:
                 protocol["classes"] = f"of the rows of {name}"
         return protocol
 

@@ -233,4 +233,7 @@ def read_mask(path: str, side: int) -> np.ndarray:
             raise UserError(f"mask={path!r} is of shape {levels.shape}; accepted: {(side, side)}")
         if not (levels >= 0).all() or levels.max() > 255:  # also NaN
             raise UserError(f"mask={path!r} holds values below 0 or above 255; accepted: 0 to 1, or 0 to 255")
-        return np.float32(levels / (255 if levels.max() > 1 else 1))
+        levels = np.float32(levels / (255 if levels.max() > 1 else 1))
+    if levels.max() < 0.99:
+        print0(f"mask={path!r}: its lightest part, {levels.max():.2f} of white, is kept for that share of the steps")
+    return levels
