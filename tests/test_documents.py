@@ -350,7 +350,7 @@ def test_the_readme_says_of_emoji_and_of_a_gpu_what_is_logged():
     (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
     assert f"after [{float(minutes):.0f} minutes](runs/records/emoji_930b54f.txt) of training on one CPU core" in readme
     (num_images,) = re.findall(r"^data: emoji64: (\S+) \+", emoji, re.M)
-    assert f"[trained](runs/emoji.sh) on {num_images} emoji" in readme
+    assert f"[`bash runs/emoji.sh`](runs/emoji.sh) trains it on {num_images} emoji" in readme
     gpu = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
     card = (RUNS / "weights" / "README.md").read_text()
     ours = re.search(r"Of 1,000 samples \(seed 0\) the flow model scores ([\d.]+)", card)[1]
