@@ -161,6 +161,8 @@ def test_the_pages_run_from_top_to_bottom(place, run_script):
         more = [*SMALLER.get(script, [])]
         if "steps" in given and script == "base_eval":
             more.append("--steps=1,2")
+        if "XL" in given.get("model", ""):  # 250 steps
+            more.append("--steps=3")
         if script == "base_train":
             settings = script_settings(script, *args)
             more = [*TRAIN]

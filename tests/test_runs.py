@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from conftest import ROOT, script_settings
 
@@ -186,10 +187,11 @@ def test_the_set_of_the_new_class_has_half_crosses(tmp_path, monkeypatch):
     assert 32 <= crosses.sum() <= 37
 
 
-@pytest.mark.parametrize("unseen", [False, True])
-def test_every_caption_is_true_by_the_search_that_grades(unseen):
-    images, captions = draw_captioned(24, seed=3, unseen=unseen)
-    assert [caption(*one) for one in zip(*recognise(images))] == captions
+def test_every_caption_is_true_by_the_search_that_grades():
+    seen, of_seen = draw_captioned(24, seed=3, unseen=False)
+    unseen, of_unseen = draw_captioned(24, seed=3, unseen=True)
+    found = recognise(np.concatenate([seen, unseen]))
+    assert [caption(*one) for one in zip(*found)] == of_seen + of_unseen
 
 
 def test_pairs_to_ask_for_are_never_in_training():
