@@ -223,7 +223,7 @@ def match_labels(names: list[str], vocabulary: list[str], subject: str) -> list[
 
 
 def same_order(names: list[str], vocabulary: list[str]) -> bool:
-    """Are there as many classes, and does one side call them "0", "1", ...?"""
+    """Are there as many classes, and does one side call them "0", "1", ...? If so, a line says what was matched."""
     numbers = [*map(str, range(len(names)))]
     fits = len(names) == len(vocabulary) and numbers in (names, vocabulary)
     if fits and names != vocabulary:
