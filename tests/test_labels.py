@@ -162,6 +162,15 @@ def test_what_is_left_out_is_named(tmp_path, capsys):
     assert "test/a 3" in lines[3]
 
 
+def test_images_that_are_left_out_are_not_held_out(tmp_path):
+    """Kaggle's unlabelled test images beside labelled training images."""
+    path = pack(tmp_path, [*spread("train/a", "train/b", count=20), *spread("test", count=60)], "folder")
+    for fraction, held_out in ((0.05, 2), (0.6, 24)):
+        counts = read(path, val_fraction=fraction)
+        assert sum(count for (_, is_val), count in counts.items() if is_val) == held_out
+        assert sum(counts.values()) == 40
+
+
 def test_folders_of_equal_files_may_be_pairs(tmp_path, capsys):
     """Two with the same names are noted, as photos beside drawings of them would look so; others are not."""
     assert read(pack(tmp_path / "a", spread("photo", "sketch"), "folder")) == two("photo", "sketch", val=0)
@@ -279,7 +288,9 @@ def test_suffixes_in_any_case(tmp_path, kind):
     for name in names:
         write(tmp_path / "in" / name, name[0])
     path = tmp_path / "in" if kind == "folder" else archive(tmp_path / "in", kind, tmp_path / f"a.{kind}")
-    source = open_source(kind, str(path), Options())
+    if kind != "folder":
+        path = path.rename(tmp_path / f"A.{kind.upper()}")
+    source = open_source("auto", str(path), Options())
     assert source.class_names == [*"012345"]
     assert sorted(item.caption for item in source.items) == [*"012345"]
     table = write(tmp_path / "b" / "Metadata.CSV", "file,label\n0.JPG,x\n")
@@ -318,6 +329,16 @@ def test_integers_that_pandas_wrote_as_floats_are_classes_by_number(tmp_path):
     path = pack(tmp_path, spread("a", count=12), "folder")
     table = write(tmp_path / "t.csv", "file,label\n" + "".join(f"a/{i}.jpg,{i}.0\n" for i in range(12)))
     assert open_source("folder", str(path), Options(labels=str(table))).class_names == [str(i) for i in range(12)]
+
+
+@pytest.mark.parametrize("comma", [",", ";"])
+def test_tables_of_spreadsheets(tmp_path, comma):
+    """With blanks around the columns' names, and semicolons, as where the comma is the decimal point."""
+    rows = [["file ", " label "], ["a/0.jpg", '"x, w"'], ["a/1.jpg", "y"], ["a/2.jpg", "z"]]
+    path = pack(tmp_path, spread("a"), "folder")
+    for lines in (rows, rows[1:]):
+        table = write(tmp_path / "t.csv", "\n".join(map(comma.join, lines)))
+        assert open_source("folder", str(path), Options(labels=str(table))).class_names == ["x, w", "y", "z"]
 
 
 def test_a_header_without_a_known_file_column_is_no_row(tmp_path):

@@ -153,7 +153,7 @@ def test_the_readme_shows_the_loop_as_it_is():
     ast.parse(heart)
     source = (ROOT / re.search(r"\[`flow.py`\]\((.*?)\)", readme)[1]).read_text()
     shown = 0
-    for part in heart.split("\n\n"):
+    for part in heart.split("\n\n\n"):
         _, *lines = map(str.strip, part.splitlines())
         rest = iter([line.split("  #")[0].strip() for line in source.splitlines()])
         assert [line for line in lines if line.split("  #")[0] not in rest] == []  # `in` moves the iterator on

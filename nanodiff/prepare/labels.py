@@ -85,9 +85,9 @@ def read_table(table: dict, payload: str | bytes, origin: str, options, folder: 
     used = set()
     with reading(origin, "is not a table of images by file"):
         if suffix in (".csv", ".tsv"):
-            dialect = "excel-tab" if suffix == ".tsv" else "excel"
-            lines = list(csv.reader(io.StringIO(text, newline=""), dialect, skipinitialspace=True))
-            columns = [name.lower() for name in lines[0]] if lines else []
+            comma = "\t" if suffix == ".tsv" else re.search("[,;]|$", text)[0] or ","
+            lines = list(csv.reader(io.StringIO(text, newline=""), delimiter=comma, skipinitialspace=True))
+            columns = [name.strip().lower() for name in lines[0]] if lines else []
             names = set(columns)
             usual_columns = FILE_COLUMNS + LABEL_COLUMNS + CAPTION_COLUMNS
             if names & {options.file_column.lower() or "file", *usual_columns} and len(names) == len(columns):

@@ -80,8 +80,9 @@ def detect(path: Path) -> str:
         return "idx" if any(path.glob(IDX_IMAGES)) else "folder"
     if path.name == basename(CIFAR10_URL):
         return "cifar10"
-    if path.suffix in (".npz", ".npy", ".zip"):
-        return path.suffix[1:]
+    kind = path.suffix[1:].lower()
+    if kind in ("npz", "npy", "zip"):
+        return kind
     if path.name.lower().endswith(TAR_SUFFIXES):
         return "tar"
     if "idx" in path.name:
@@ -190,19 +191,21 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
             raise UserError(f"{setting}={value!r}: {path} has none in a table or beside an image")
     class_names = classify(places, options.labels, table and min(unknown or table))
     print_places(places)
-    has_val = any(place.split == "val" for place in places)
-    held_out = val_mask([place.number for place in place_of], options.val_fraction, options.seed)
+    is_used = [place.split is not None for place in place_of]
+    used = [*itertools.compress(place_of, is_used)]
+    held_out = [place.split == "val" for place in used]
+    if not any(held_out):
+        held_out = val_mask([place.number for place in used], options.val_fraction, options.seed)
     sizes = []
     if options.aspect_buckets:
-        ratios = [x for x, place in zip(ratios, place_of) if x > 0 and place.split is not None]  # NaN: unreadable
+        ratios = [x for x in itertools.compress(ratios, is_used) if x > 0]  # NaN: unreadable
         unit = options.side_unit or options.resolution // 8
         sizes = choose_sizes(np.array(ratios), options.resolution, unit)
 
     def items(suffixes=()):
-        for (name, payload, (_, caption, _)), place, is_held_out in zip(read(suffixes), place_of, held_out):
-            if place.split is not None:
-                is_val = place.split == "val" if has_val else is_held_out
-                yield Item(name, payload, place.number, is_val, caption=caption)
+        images = itertools.compress(read(suffixes), is_used)
+        for (name, payload, (_, caption, _)), place, is_val in zip(images, used, held_out):
+            yield Item(name, payload, place.number, is_val, caption=caption)
 
     if options.captions:
         captions = at(options.captions)
@@ -215,10 +218,10 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
                     names.append(item.name)
                     file.write(f"{item.name}\t{item.caption}\n".encode(errors="replace"))
                 check_different(names, "captions")
-    num_images = sum(place.count for place in places if place.split is not None)
     meta = {"kind": "arrays", "dtype": "float32", "range": options.range} if options.range else {}
-    unreadable = sorted(unreadable)
-    return Source(num_images, class_names, items(SUFFIXES), items, files, sizes, meta=meta, unreadable=unreadable)
+    return Source(
+        len(used), class_names, items(SUFFIXES), items, files, sizes, meta=meta, unreadable=sorted(unreadable)
+    )
 
 
 def array_source(blocks: Iterable, num_images: int, class_names: list[str], options: Options) -> Source:
