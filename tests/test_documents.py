@@ -378,6 +378,16 @@ def test_the_cards_figures_are_those_in_the_shipped_files():
             assert f"[7 hours](runs/weights/README.md) | {distance:.2f} |" in readme
 
 
+def test_the_fid_is_the_logged_one():
+    logged = re.findall(r"images: fid ([\d.]+)$", (RUNS / "records" / "fid_cifar10.txt").read_text(), re.M)
+    model, real = map(float, logged)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"[{model:.1f}](runs/weights/README.md) for the included model, {real:.1f} for real test photos" in readme
+    card = " ".join((RUNS / "weights" / "README.md").read_text().split())
+    assert f"FID {model:.2f} (50,000 samples" in card
+    assert f"test images {real:.2f} " in card
+
+
 def test_pictures_show_the_first_samples_of_the_logged_runs():
     gpu = np.load(RUNS / "records" / "gpu_e0c6c21_seed42.npz")["arr_0"]
     cpu = np.load(RUNS / "records" / "cpu_1c4e837_seed1.npz")["arr_0"]
