@@ -286,7 +286,7 @@ WRONG_CSV = {
     "0.png,owl\n2.png, ": r"no class for 2 of 3 images, such as '2\.png'",
     "0.png,owl\n2.png, \nx/1.png,": r"no class for 2 of 3 images, such as '2\.png'",
     "file,label\n0.png,owl, brown": "line 2: found '0.png,owl,brown'",
-    "0.png;owl": r"no class for 3 of 3 images, .*a row of the table: '0\.png;owl'",
+    "0.png|owl": r"no class for 3 of 3 images, .*a row of the table: '0\.png\|owl'",
     "owl,0.png": "no class for 3 of 3 images, .*a row of the table: 'owl'",
     ",owl": "line 1: found ',owl'; accepted: rows of file,class",
     "file,label,label\n0.png,owl,bat": "line 1: found 'file,label,label'",
