@@ -85,8 +85,8 @@ def read_table(table: dict, payload: str | bytes, origin: str, options, folder: 
     used = set()
     with reading(origin, "is not a table of images by file"):
         if suffix in (".csv", ".tsv"):
-            comma = "\t" if suffix == ".tsv" else re.search("[,;]|$", text)[0] or ","
-            lines = list(csv.reader(io.StringIO(text, newline=""), delimiter=comma, skipinitialspace=True))
+            delimiter = "\t" if suffix == ".tsv" else re.search("[,;]|$", text)[0] or ","
+            lines = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True))
             columns = [name.strip().lower() for name in lines[0]] if lines else []
             names = set(columns)
             usual_columns = FILE_COLUMNS + LABEL_COLUMNS + CAPTION_COLUMNS
