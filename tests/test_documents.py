@@ -382,8 +382,7 @@ def test_the_fid_is_the_logged_one():
     logged = re.findall(r"images: fid ([\d.]+)$", (RUNS / "records" / "fid_cifar10.txt").read_text(), re.M)
     model, real = map(float, logged)
     readme = " ".join((ROOT / "README.md").read_text().split())
-    shipped = f"[{model:.1f}](runs/weights/README.md) for the included model"
-    assert f"Standard FID is {shipped}, {real:.1f} for real test photos." in readme
+    assert f"The included model's standard FID is [{model:.1f}](runs/weights/README.md)." in readme
     card = " ".join((RUNS / "weights" / "README.md").read_text().split())
     assert f"FID {model:.2f} (50,000 samples" in card
     assert f"test images {real:.2f} " in card
