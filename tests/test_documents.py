@@ -350,7 +350,7 @@ def test_the_readme_says_of_emoji_and_of_a_gpu_what_is_logged():
     emoji = (RUNS / "records" / "emoji_930b54f.txt").read_text()
     (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
     minutes = f"[{float(minutes):.0f} minutes](runs/records/emoji_930b54f.txt)"
-    assert f"A depth-4 model drew these after {minutes} of training on one Xeon core" in readme
+    assert f"A depth-4 model drew these after {minutes} of training on one CPU core" in readme
     (num_images,) = re.findall(r"^data: emoji64: (\S+) \+", emoji, re.M)
     assert f"[`bash runs/emoji.sh`](runs/emoji.sh) trains it on {num_images} emoji" in readme
     gpu = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
