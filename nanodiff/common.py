@@ -79,7 +79,7 @@ def get_dist():
         world = int(get("WORLD_SIZE") or 1)
     except ValueError as error:
         raise UserError(f"RANK, LOCAL_RANK, WORLD_SIZE or tasks in the environment: {error}") from None
-    if max(tasks, rank + 1) > world:
+    if max(tasks, rank + 1) > world or rank < 0:
         raise UserError(f"{tasks} tasks, RANK={rank}, WORLD_SIZE={world}: start them by torchrun or runs/multinode.sh")
     return rank, local_rank, world
 

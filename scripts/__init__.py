@@ -1,5 +1,6 @@
 """Programs: `python3 -m scripts.NAME`."""
 
+import os
 import sys
 from contextlib import suppress
 
@@ -14,6 +15,6 @@ def _excepthook(kind, *error):
 
 
 sys.excepthook = _excepthook
-sys.stderr = sys.stderr or sys.stdout  # None if it is closed
+sys.stderr = sys.stderr or sys.stdout or open(os.devnull, "w")  # None if it is closed
 with suppress(AttributeError):  # of a notebook's, or of none
     sys.stdout.reconfigure(errors="replace")  # it may lack the letters of a file's or class's name

@@ -180,7 +180,7 @@ else:
     if is_distance and num_images < 10:
         raise UserError(f"metric={metric} needs 10 images or more, got {num_images}")
     if not is_distance and not image_set.num_classes:
-        raise UserError(f"metric={metric}: {source} has no classes")
+        raise UserError(f"metric={metric}: {source} has no classes, or 0 alone")
     has_classes = metric not in ("fid", "fd_simclr") and image_set.num_classes and not reference
     labels = image_set.labels(ids)  # (N,) the class that each image should show
     if not reference:

@@ -1,7 +1,7 @@
 """
 Write the report of a run, or one page that overlays several; print its path.
 
-    python3 -m scripts.report                     # the newest run: runs/<tag>/report.html
+    python3 -m scripts.report                     # the newest run that has saved: runs/<tag>/report.html
     python3 -m scripts.report RUN                 # a run by its tag or folder
     python3 -m scripts.report RUN_A RUN_B ...     # overlaid: compare_RUN_A_RUN_B.html beside RUN_A
 """
@@ -20,7 +20,7 @@ runs = [arg for arg in sys.argv[1:] if not arg.startswith("-")] or [""]
 run_dirs = list(dict.fromkeys(find_run(run).resolve() for run in runs))
 for path in run_dirs:
     if not path.is_dir():
-        raise UserError(f"{path} is a file of weights, without a log; accepted: a run's tag or folder")
+        raise UserError(f"{path} is a file, without a log; accepted: a run's tag or folder")
 path = run_dirs[0] / "report.html"
 if len(run_dirs) > 1:
     name = "_".join(folder.name for folder in run_dirs)

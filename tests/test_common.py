@@ -107,6 +107,12 @@ MISTAKE = "from nanodiff.common import UserError\nraise UserError('lr=x\\nis wro
             2,
             "error: lr=x is wrong\n",
         ),
+        (
+            "import sys\nsys.stdout = sys.stderr = None\nimport scripts\n"
+            "from nanodiff.common import Progress\nProgress(1, 'step', '')\nsys.exit(7)",
+            7,
+            "",
+        ),
         ("import scripts\nraise KeyboardInterrupt", 130, "stopped by Ctrl-C\n"),  # before torch
         ("import scripts\nimport nanodiff.common\nraise KeyboardInterrupt", 130, "stopped by Ctrl-C\n"),
     ],

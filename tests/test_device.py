@@ -70,6 +70,8 @@ def test_tasks_that_nobody_numbered_are_refused(monkeypatch, environment):
     assert get_dist() == (7, 0, 8)
     monkeypatch.setenv("RANK", "8")
     refused("RANK=8, WORLD_SIZE=8: start", get_dist)
+    monkeypatch.setenv("RANK", "-1")
+    refused("RANK=-1, WORLD_SIZE=8: start", get_dist)
 
 
 @pytest.mark.parametrize(

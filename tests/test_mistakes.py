@@ -115,7 +115,7 @@ MISTAKES = [
     ((*EVAL, "--model=flow", "--metric=well_formed"), "data='tiny'; accepted: shapes, shapes32, shapes64"),
     (("sample_web", "--model=b"), "nearest tags: "),
     (("report", "empty"), "empty/config.json"),
-    (("report", "cifar10"), "cifar10.safetensors is a file of weights, without a log; accepted: a run"),
+    (("report", "cifar10"), "cifar10.safetensors is a file, without a log; accepted: a run"),
     # adapters
     ((*LORA, "--init_from="), "lora_rank=2 needs --init_from"),
     ((*LORA, "--autoencoder=vae"), "the data have resolution 4, the model wants 16"),

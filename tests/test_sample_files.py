@@ -39,10 +39,12 @@ def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
 
 
 def test_what_makes_a_distance_wrong_is_said(tmp_path, capsys):
-    """JPEG's loss; values that were scaled to 1. Other samples get no note."""
+    """JPEG's loss; transparency, bits beyond 8; values that were scaled to 1. Other samples get no note."""
     for name, images, note in (
         ("a.PNG", IMAGES, "listing the files in .*\n  all 20 images: . 20"),
         ("a.JPG", IMAGES, "listing .*\n  all 20 images: . 20\nnote: .*a.JPG: the loss of JPEG counts .*"),
+        ("t.png", np.dstack([IMAGES[0], IMAGES[1, ..., :1]])[None], "listing .*\n .*\nnote: .*t.png: transparency .*"),
+        ("16.png", IMAGES[:1, ..., 0].astype(np.uint16) * 257, "listing .*\n .*\nnote: .*16.png: 16 bits .*"),
         ("s.npz", IMAGES, ""),
         ("b.npz", IMAGES // 128, "note: .*b.npz begins with values of 0 and 1 alone; .*"),
     ):

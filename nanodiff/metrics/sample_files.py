@@ -51,6 +51,8 @@ class Samples:
         if self._labels.any() or self.class_names:
             self.num_classes = 1 + int(self._labels.max())
         self.shape = self._decode(0).shape
+        for loss in decode(self._payloads[0], [])[1]:
+            print0(f"note: {path}: {loss}, as in its first image")
         if self.images(range(min(16, self.num_images))).max() <= 1:
             print0(f"note: {path} begins with values of 0 and 1 alone; they are taken as nearly black, out of 255")
 

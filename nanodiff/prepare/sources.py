@@ -357,7 +357,8 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
     is_odd = is_picture or is_channels_first or images.ndim not in (3, 4)
     if is_odd or images.dtype.kind not in "uif" or not images.size:
         raise UserError(
-            f"{path} holds {images.dtype} of shape {images.shape}; accepted: numbers of shape (N, H, W) or (N, H, W, C)"
+            f"{path} holds {images.dtype} of shape {images.shape}; "
+            "accepted: numbers of shape (N, H, W) or (N, H, W, C), N > 0"
         )
     if labels is not None:
         if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
