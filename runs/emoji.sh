@@ -39,5 +39,5 @@ python3 -m scripts.sample --model="$run" --num_images=500 --npz --out="$samples"
 python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=emoji64
 # More guidance for README's pictures: clearer and less varied (see the log of 92 minutes)
 for class in Flags Smileys_and_Emotion; do
-    python3 -m scripts.sample --model="$run" --classes=$class --num_images=28 --cfg_scale=2.5
+    python3 -m scripts.sample --model="$run" --classes=$class --num_images=24 --cfg_scale=2.5
 done

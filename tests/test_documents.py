@@ -355,11 +355,7 @@ def test_the_readme_says_of_emoji_and_of_a_gpu_what_is_logged():
     (num_images,) = re.findall(r"^data: emoji64: (\S+) \+", emoji, re.M)
     assert f"[`bash runs/emoji.sh`](runs/emoji.sh) trains it on {num_images} emoji" in readme
     gpu = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
-    card = (RUNS / "weights" / "README.md").read_text()
-    ours = re.search(r"Of 1,000 samples \(seed 0\) the flow model scores ([\d.]+)", card)[1]
-    minutes = "[four minutes](runs/records/gpu_e0c6c21.txt)"
-    assert f"a depth-6 model matched the included model's distance (by 1,000 samples) in {minutes}" in readme
-    assert gpu["score"][0] < float(ours)
+    assert "An H200 trained depth 6 on CIFAR-10 in [four minutes](runs/records/gpu_e0c6c21.txt)." in readme
     assert round(gpu["minutes"][0]) == 4
 
 
