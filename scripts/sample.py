@@ -68,7 +68,6 @@ GRID_IMAGES = 256  # the most that a grid shows
 rank, _, world = get_dist()
 device = init_device(device_type, 604_800, config)  # ranks wait for the slowest, and while rank 0 writes
 compute_dtype = choose_dtype(dtype, device)
-autocast = autocast_to(device, compute_dtype)
 loaded = load_run(model, device, checkpoint_step, ema, lora, lora_scale)
 samples = open_samples(loaded, **config)
 settings, codec = samples.settings, samples.codec
@@ -143,7 +142,7 @@ with Progress(num_new, "images", "sampling") as bar:
         bar.update(world * len(x0) / steps)  # the other ranks are about as far
 
     for k in store.missing(rank, world):
-        with autocast:
+        with autocast_to(device, compute_dtype):
             x0 = samples.draw(store.parts[k], on_step)
         store.write(k, codec.to_output(x0).transpose(0, 2, 3, 1))  # (n, H, W, C)
 not_finite = int(over_ranks(samples.not_finite))  # waits for the other ranks

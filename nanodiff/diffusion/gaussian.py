@@ -122,7 +122,7 @@ def ddim(process, x_t, i, p, x0_last, generator, eta):
     direction = (coef.one_minus_alpha_bar_prev - variance).sqrt() * eps
     x_prev = coef.sqrt_alpha_bar_prev * x0 + direction
     if eta:
-        x_prev = x_prev + variance.sqrt() * generator.randn_like(x_t)
+        x_prev += variance.sqrt() * generator.randn_like(x_t)
     return x_prev
 
 

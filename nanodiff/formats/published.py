@@ -67,7 +67,7 @@ ACCEPTED = """
 FIRST = re.compile(r"(?m)^(.*\.|)(x_embedder\.proj|pos_embed\.proj|input_blocks\.0\.0)\.weight$")
 SIT = re.compile("(?i)(?<![a-z])(sit|repa)(?![a-z])(?!.*(?<![a-z])dit(?![a-z]))")  # in a path, with no DiT after it
 # Fields of a config that no published form holds: they change nothing, or names of weights show them
-NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions", "given_channels")
+NOT_HELD = "checkpointing dropout null_class attention_resolutions given_channels".split()
 
 
 def renamed(tensors: Tensors, old_parts, new_parts) -> Tensors:
@@ -271,7 +271,7 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
     options.py; the others are those of the published models, and meta["note"] says so.
     """
     tensors = content
-    for key in ("ema", "ema_model", "model_ema", "ema_state_dict", "model", "state_dict"):
+    for key in "ema ema_model model_ema ema_state_dict model state_dict".split():
         tensors = tensors.get(key) or tensors
     tensors = {f"{name}".replace("_orig_mod.", ""): x for name, x in tensors.items()}  # torch.compile's
     copies = FIRST.findall("\n".join(tensors))

@@ -16,7 +16,7 @@ from nanodiff.models.lora import add_lora, class_table
 from nanodiff.training.checkpoint import find_checkpoint, run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
-TARGET = ("objective", "time_input", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps")
+TARGET = "objective time_input noise_schedule num_timesteps variance rescale_timesteps".split()
 PROCESS = """
     objective time_input timesteps timestep_shift timestep_std label_drop gaussian_loss noise_schedule num_timesteps
     variance rescale_timesteps
@@ -119,8 +119,7 @@ def start_from(model, base: Loaded, config: Settings, class_names: list[str]) ->
             extra = state[name][:, x.shape[1] :]  # none, if both have a second image or neither
             if extra.numel():
                 new.append(name)
-                zeros = x.new_zeros(extra.shape)
-                weights[name] = torch.cat([x, zeros], dim=1)
+                weights[name] = torch.cat([x, x.new_zeros(extra.shape)], dim=1)
     note = ""
     base_names = base.class_names
     if base_names:

@@ -60,8 +60,8 @@ def to_setting(field: str, value):
 
 def model_settings(model_config: ModelConfig) -> dict:
     """The settings of base_train that give a model of this shape on the same data."""
-    archs = [arch for arch, (kind, _) in BACKBONES.items() if kind is type(model_config)]
-    return {"arch": archs[0]} | {  # a DiT's block says which of its two
+    arch = next(arch for arch, (kind, _) in BACKBONES.items() if kind is type(model_config))
+    return {"arch": arch} | {  # a DiT's block says which of its two
         setting: to_setting(field, getattr(model_config, field))
         for field, setting in setting_fields(type(model_config)).items()
     }
