@@ -293,7 +293,7 @@ if run:
     stem = f"{run.step:06d}" if run.run_dir else run.path.stem
 if is_first_rank():
     # They change no figure, or are in the stem
-    apart = ("model", "metric", "checkpoint_step", "samples", "batch_size", "device_type")
+    apart = "model metric checkpoint_step samples batch_size device_type".split()
     if run and not run.is_named_by(model):  # then the name says which of several files
         apart = apart[1:]
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")

@@ -1,22 +1,24 @@
 """
 Write the report of a run, or one page that overlays several; print its path.
 
-    python3 -m scripts.report                     # the newest run that has saved: runs/<tag>/report.html
+    python3 -m scripts.report                     # the run started last: runs/<tag>/report.html
     python3 -m scripts.report RUN                 # a run by its tag or folder
     python3 -m scripts.report RUN_A RUN_B ...     # overlaid: compare_RUN_A_RUN_B.html beside RUN_A
 """
 
+import os
 import sys
 
 from configurator import configure
-from nanodiff.common import UserError, print0
+from nanodiff.common import UserError, base_dir, print0
 from nanodiff.files import reading
 from nanodiff.formats.load import find_run
 from nanodiff.web.report import write_report
 
 configure(globals(), [arg for arg in sys.argv[1:] if arg.startswith("-")])  # the other arguments are runs
 
-runs = [arg for arg in sys.argv[1:] if not arg.startswith("-")] or [""]
+started = sorted((base_dir() / "runs").glob("*/config.json"), key=os.path.getmtime)
+runs = [arg for arg in sys.argv[1:] if not arg.startswith("-")] or [str(path.parent) for path in started[-1:]] or [""]
 run_dirs = list(dict.fromkeys(find_run(run).resolve() for run in runs))
 for path in run_dirs:
     if not path.is_dir():

@@ -59,7 +59,7 @@ out = ""  # path of the output, without suffix; "" = named by changed settings, 
 #           a file, of $NANODIFF_BASE_DIR
 MODULES = ("sampling/settings",)  # with the settings of Loaded.sample
 config = configure(globals(), modules=MODULES)
-APART = ("model", "checkpoint_step", "seed", "respacing", "npz", "out", "device_type")  # not repeated in the name
+APART = "model checkpoint_step seed respacing npz out device_type".split()  # not repeated in the name
 GRID_IMAGES = 256  # the most that a grid shows
 
 # ---------------------------------------------------------------------------------------------------------------------

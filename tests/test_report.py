@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -299,6 +300,8 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     assert run_script("report", "a", a)["path"] == a.resolve() / "report.html"
     path = run_script("report", "a", fake_run(base, "other/a"))["path"]
     assert "/runs/other/a</th>" in Page(path).source
+    os.utime(a / "config.json", (2**31, 2**31))
+    assert run_script("report")["path"] == a / "report.html"  # the one started last, without a checkpoint yet
     for odd in (
         {"changes": 7},
         {"config": []},

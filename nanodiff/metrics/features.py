@@ -4,7 +4,7 @@ A network maps images (N, C, H, W) uint8 to features (N, F) and logits (N, K): n
 compares mean and covariance of the samples' features with those of real images: frechet_distance in distances.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from nanodiff.common import Batches, UserError, at, is_first_rank, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.dist import from_first_rank, gather_batches, over_ranks, rank_batch
-from nanodiff.files import reading
+from nanodiff.files import known_fields, reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier, load_classifier
 from nanodiff.metrics.distances import (
@@ -124,7 +124,7 @@ def reference_features(dataset: Dataset, network) -> Features | None:
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
         batches = dataset.batches(np.arange(len(dataset)), 64)
         stats = collect_features(dataset.images, batches, network, "reference")
-        return stats and {"mu": stats.mu, "sigma": stats.sigma, "some": stats.some, "images": stats.images}
+        return stats and known_fields(replace(stats, logits=None))
 
     path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
     tensors = cached(path, [dataset], [f"{VERSION} {MAX_VECTORS}".encode(), *weights], compute)

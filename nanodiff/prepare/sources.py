@@ -107,7 +107,7 @@ def open_source(source: str, path: str, options: Options) -> Source:
     if source in CONTAINERS:
         result = read_images(file, source, options)
     else:
-        for setting in ("aspect_buckets", "labels", "file_column", "label_column", "caption_column", "captions"):
+        for setting in "aspect_buckets labels file_column label_column caption_column captions".split():
             value = getattr(options, setting)
             if value not in (0, "", "auto", "none"):
                 raise UserError(

@@ -31,7 +31,7 @@ TITLES = WORDS["charts"]  # of metrics, in the order of their charts; other metr
 LOSSES = Path(__file__).parents[2] / "runs" / "records" / "losses.json"  # training losses by recipe and step
 LOSS_SPREAD = 0.004  # means over a tenth of the steps around one differ by less between seeds
 # Smoothed by the report itself; straight lines
-NOT_DRAWN = ("train/loss_smooth", "step", "images_seen", "total_training_flops", "total_training_time_s")
+NOT_DRAWN = "train/loss_smooth step images_seen total_training_flops total_training_time_s".split()
 
 
 @dataclass
