@@ -207,7 +207,7 @@ LOGGED = {  # what a log in runs/records says of each of its trainings
 STATED = [  # a column's title; the figure that its cells state; its decimals
     ("steps", "steps", 0),
     ("recipe", "steps", 0),
-    ("training, two CPU cores", "minutes", 1),
+    ("training, two Xeon cores", "minutes", 1),
     ("minutes of training", "minutes", 1),
     ("minutes", "clock", 1),
     ("seconds, longest", "longest", 0),
@@ -351,11 +351,11 @@ def test_the_readme_says_of_emoji_and_of_a_gpu_what_is_logged():
     emoji = (RUNS / "records" / "emoji_930b54f.txt").read_text()
     (minutes,) = re.findall(r"in (\S+) minutes of training", emoji)
     minutes = f"[{float(minutes):.0f} minutes](runs/records/emoji_930b54f.txt)"
-    assert f"A depth-4 model drew these after {minutes} of training on one CPU core" in readme
+    assert f"A depth-4 model drew these after {minutes} of training on one Xeon core" in readme
     (num_images,) = re.findall(r"^data: emoji64: (\S+) \+", emoji, re.M)
     assert f"[`bash runs/emoji.sh`](runs/emoji.sh) trains it on {num_images} emoji" in readme
     gpu = read_log(RUNS / "records" / "gpu_e0c6c21.txt")
-    assert "An H200 trained depth 6 on CIFAR-10 in [four minutes](runs/records/gpu_e0c6c21.txt)." in readme
+    assert "An H200 trained depth 6 in [four minutes](runs/records/gpu_e0c6c21.txt)." in readme
     assert round(gpu["minutes"][0]) == 4
 
 
@@ -379,7 +379,7 @@ def test_the_fid_is_the_logged_one():
     logged = re.findall(r"images: fid ([\d.]+)$", (RUNS / "records" / "fid_cifar10.txt").read_text(), re.M)
     model, real = map(float, logged)
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"The included model's standard FID is [{model:.1f}](runs/weights/README.md)." in readme
+    assert f"By standard FID the included model has [{model:.1f}](runs/weights/README.md)." in readme
     card = " ".join((RUNS / "weights" / "README.md").read_text().split())
     assert f"FID {model:.2f} (50,000 samples" in card
     assert f"test images {real:.2f} " in card
