@@ -131,7 +131,8 @@ def place(base, monkeypatch):
     archive(base / "FOLDER", "tar", base / "shards" / "0.tar")
     np.save("scans.npy", np.arange(20 * 64.0).reshape(20, 8, 8))
     np.save("asked.npy", np.ones((4, 32, 768), np.float32))
-    Image.fromarray(np.eye(32, dtype=np.uint8) * 255).save("FILE.png")
+    for file in ("FILE.png", "MASK.png"):
+        Image.fromarray(np.eye(32, dtype=np.uint8) * 255).save(file)
     rng = np.random.default_rng(0)
     np.savez("FILE.npz", rng.integers(0, 256, (64, 32, 32, 3), np.uint8))
     np.savez("base_samples.npz", np.zeros((4, 8, 8, 3), np.uint8))
