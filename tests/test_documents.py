@@ -342,7 +342,7 @@ def test_the_dials_table_follows_from_the_dial_and_the_logs():
     log = (RUNS / "records" / "gpu_0028b2a.txt").read_text()
     speed = re.search(r"^depth 12, .* (\S+) images/s", log, re.M)[1]
     hours = 61_000 * 100 / int(speed.replace(",", "")) / 3600
-    taken = f"{60 * hours:.0f} minutes, or ${3 * hours:.0f}"
+    taken = f"{60 * hours:.0f} minutes, or ${3 * hours:.0f} at $3 an hour"
     guide = " ".join((RUNS / "GUIDE.md").read_text().split())
     assert f"61,000, each 100 times (an H100: {taken}, by its speed)" in guide
 
