@@ -208,7 +208,7 @@ LOGGED = {  # what a log in runs/records says of each of its trainings
 STATED = [  # a column's title; the figure that its cells state; its decimals
     ("steps", "steps", 0),
     ("recipe", "steps", 0),
-    ("training, two Xeon cores", "minutes", 1),
+    ("training, two CPU cores", "minutes", 1),
     ("minutes of training", "minutes", 1),
     ("minutes", "clock", 1),
     ("seconds, longest", "longest", 0),
@@ -359,7 +359,7 @@ def test_the_readme_says_of_emoji_and_of_a_gpu_what_is_logged():
     card = (RUNS / "weights" / "README.md").read_text()
     ours = re.search(r"Of 1,000 samples \(seed 0\) the flow model scores ([\d.]+)", card)[1]
     minutes = "[four minutes](runs/records/gpu_e0c6c21.txt)"
-    assert f"depth 6 matched the included model's distance in {minutes} (both on 1,000 samples)." in readme
+    assert f"a depth-6 run matched the included model's distance in {minutes} (both on 1,000 samples)." in readme
     assert gpu["score"][0] < float(ours)
     assert round(gpu["minutes"][0]) == 4
 
