@@ -17,8 +17,8 @@ from nanodiff.web.report import write_report
 
 configure(globals(), [arg for arg in sys.argv[1:] if arg.startswith("-")])  # the other arguments are runs
 
-newest = sorted((base_dir() / "runs").glob("*/config.json"), key=os.path.getmtime)
-runs = [arg for arg in sys.argv[1:] if not arg.startswith("-")] or [str(path.parent) for path in newest[-1:]] or [""]
+configs = sorted((base_dir() / "runs").glob("*/config.json"), key=os.path.getmtime)
+runs = [arg for arg in sys.argv[1:] if not arg.startswith("-")] or [str(path.parent) for path in configs[-1:]] or [""]
 run_dirs = list(dict.fromkeys(find_run(run).resolve() for run in runs))
 for path in run_dirs:
     if not path.is_dir():

@@ -306,15 +306,15 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
         form = "diffusers"
         sizes = read_json(path.with_name("config.json"))
         options = scheduler_settings(path, sizes) | options
-    extra = OPTIONS[form]
-    for name in options.keys() - extra:
-        raise UserError(f"{path} is read without {name}={options[name]}; accepted: {', '.join(sorted(extra))}")
+    form_options = OPTIONS[form]
+    for name in options.keys() - form_options:
+        raise UserError(f"{path} is read without {name}={options[name]}; accepted: {', '.join(sorted(form_options))}")
     defaults = {
         "label_drop": 0.1,
         "objective": "eps",
         "timesteps": "uniform",
         "timestep_shift": 1.0,
-    } | extra
+    } | form_options
     if is_repa:
         defaults["time_input"] = "t"
     model_config, tensors = FORMS[form](tensors, **defaults | options | sizes)
@@ -332,7 +332,7 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
             defaults["rescale_timesteps"] = not num_classes
     config = defaults | options
     settings = config | asdict(model_config) | model_settings(model_config)
-    missing = [f"{name}={settings[name]}" for name in extra if name not in options]
+    missing = [f"{name}={settings[name]}" for name in form_options if name not in options]
     if missing:
         note += (
             f"note: {path} ({num_classes} classes) does not hold {', '.join(missing)}: taken as published; "
