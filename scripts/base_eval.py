@@ -235,7 +235,7 @@ else:
         return row
 
     rows = []  # figures, one row for each sampler and number of steps
-    columns = ("sampler", "steps", "network_evaluations") if len(plan) > 1 else ()
+    columns = "sampler steps network_evaluations".split() if len(plan) > 1 else ()
     for image_set in plan:
         row = {key: image_set.protocol[key] for key in columns}
         with autocast:

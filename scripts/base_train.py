@@ -237,7 +237,7 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 # 1) The horizon: how long the run is
 tokens = model_config.num_tokens
 total_images = 0  # 0 = not known yet
-horizons = ("num_iterations", "num_epochs", "target_flops", "target_param_data_ratio")
+horizons = "num_iterations num_epochs target_flops target_param_data_ratio".split()
 horizons = [name for name in horizons if config.overrides.get(name, -1) >= 0]
 if len(horizons) > 1:
     raise UserError(f"{' and '.join(horizons)} are given, perhaps by a preset; accepted: one, the others -1")

@@ -171,9 +171,21 @@ def test_an_evaluation_is_tables_not_python(base):
     assert ("guide plain", "0.3, plain") in rows
     for text in ("<th>heun, 5</th>", "<th>evaluations</th><td>9</td>", "<th>error</th><td>0.125</td>"):
         assert text in source
-    assert "<h2>features of a</h2>" in source
+    assert "features" not in source.split("<figure")[0]  # facts alone stand above the pictures of a single run
+    assert "<h2>features from_elsewhere of a</h2>" in source
     assert "<b>2.5</b> FID, lower is better <small>real images 3.5</small>" in source
     assert source.index("<figure") < source.index("samplers of a")  # pictures stand first
+
+
+def test_evaluations_of_other_settings_have_other_titles(base):
+    folder = fake_run(base)
+    for settings in ("_judge=judge_x.pt_96f893b1", "_cfg_scale=10.0_cfg_interval=0,1_judge=judge_x.pt_cb0c3938"):
+        (folder / f"eval_fid_000007{settings}.json").write_text('{"metric": "fid", "step": 7, "fid": 2.5}')
+    titles = re.findall("<h2>(fid.*?)</h2>", report(folder).source)
+    assert titles == [
+        "fid cfg_scale=10.0 cfg_interval=0,1 judge=judge_x.pt of a, step 7",
+        "fid judge=judge_x.pt of a, step 7",
+    ]
 
 
 @pytest.fixture
@@ -290,7 +302,7 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     assert "<th>lr</th><td>0.125</td><td>-</td><td>0.125</td><td>0.5</td><td>0.25</td>" in rows
     figures = page.source.split("<figure")[0]
     assert "<th>lowest validation loss</th><td>1.05</td><td>1.025</td>" in figures
-    assert "<th>fid_steps=5: FID, lower is better</th><td>-</td><td>2.5</td>" in figures
+    assert "<th>fid steps=5: FID, lower is better</th><td>-</td><td>2.5</td>" in figures
     assert any(row.endswith("<td>base_train.py, --data=plain</td><td>--lr=0.25</td>") for row in rows)
     places = [page.source.index(text) for text in ("<figure", "plain of a", "Settings that differ")]
     assert places == sorted(places)

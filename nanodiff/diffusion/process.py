@@ -16,7 +16,7 @@ OBJECTIVES = {  # objective -> kind of process, what the network predicts
     "flow_map": (FlowMap, "v"),
     "flow_map_x0": (FlowMap, "x0"),
 }
-OBJECTIVES |= {prediction: (GaussianDiffusion, prediction) for prediction in ("eps", "x0", "x_prev", "v")}
+OBJECTIVES |= {prediction: (GaussianDiffusion, prediction) for prediction in "eps x0 x_prev v".split()}
 SAMPLERS = flow_map.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
 
 

@@ -207,7 +207,7 @@ def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height
         if lossy_parts(image):
             raise UserError(f"{name} has over 8 bits or several frames; accepted for second images: one of 0..255")
         image = upright(image)
-        if image.mode not in ("L", "LA", "P", "RGB", "RGBA"):
+        if image.mode not in "L LA P RGB RGBA".split():
             image = to_rgb(image).convert("L" if image.mode == "1" else "RGB")
         payload = np.asarray(image)
     array = np.atleast_3d(payload)

@@ -19,12 +19,12 @@ from nanodiff.common import UserError, at, print0
 from nanodiff.files import reading
 from nanodiff.prepare.containers import cleaned, is_image, key_of, split_of
 
-LABELS = ("auto", "folder", "file", "none", "folder:1", "folder:2", "folder:3")
+LABELS = "auto folder file none folder:1 folder:2 folder:3".split()
 TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "dataset.json")  # Hugging Face, DiffSynth, EDM
 FILE_COLUMNS = ("file_name", "file", "filename", "image", "path", "image_id", "id")
 LABEL_COLUMNS = ("label", "class")
 CAPTION_COLUMNS = ("text", "caption", "prompt")
-VAL_SPLITS = ("val", "test", "dev", "eval")  # beside train; the first that exists is held out
+VAL_SPLITS = "val test dev eval".split()  # beside train; the first that exists is held out
 SPLIT_TITLES = {"train": "train", "val": "val", "": "all", None: "left out, no split or no training image of a class:"}
 # No class's name: segmentation, VOC's folders, CycleGAN's trainA
 PAIR = re.compile(

@@ -57,8 +57,8 @@ def read_run(folder: Path, over_images: bool) -> Run:
                         history.setdefault(key, {})[step] = value
     per_step = facts["config"]["total_batch_size"] if over_images else 1
     results = []
-    for path in sorted(folder.glob("eval_*.json")):
-        suffix = re.sub(r"^eval_\D+\d+", "", path.stem)  # "_steps=5"
+    for path in sorted(folder.glob("eval_*.json")):  # eval_fid_000005_steps=5_0a1b2c3d.json: " steps=5"
+        suffix = re.sub(r"^eval_(\D+\d+_?)?|_[0-9a-f]{8}$|(?<![a-z])_(?=[a-z_]+=)", " ", path.stem).rstrip()
         try:
             results.append(read_json(path) | {"changed": suffix})
         except UserError as error:
@@ -228,16 +228,17 @@ def evaluation(result: dict, run: Run) -> str:
     if real:
         columns["real images"] = real
     content = table(columns) if rows else f'<ul class="figures">{figures}</ul>'
-    return f"""<h2>{escape(f"{result['metric']} of {run.name}{step}")}</h2>{content}
+    return f"""<h2>{escape(f"{result['metric']}{result['changed']} of {run.name}{step}")}</h2>{content}
 <details><summary>All figures, protocol</summary>{table({"samples": flat(result)} | columns)}</details>"""
 
 
-def summary(run: Run) -> dict:
+def summary(run: Run, results: list[dict]) -> dict:
     """What was trained, how far and where, and the figures by which runs are compared: the lowest logged, each metric's
-    last result by file name."""
+    last of `results` by file name."""
     last = [run.facts, *run.facts["changes"]][-1]
     largest = {key: max(values.values()) for key, values in run.history.items()}
     figures = {
+        "depth": run.facts["config"].get("depth"),
         "step": f"{largest.get('step', 0):,} of {last['num_iterations']:,}",
         "images": largest.get("images_seen"),
         "parameters": run.facts.get("num_params"),
@@ -245,10 +246,10 @@ def summary(run: Run) -> dict:
         "machine": run.facts["environment"].get("device"),
         "training loss": compare_loss(run),
     }
-    for key in ("val/loss", "val/loss_ema", "val/fid", "val/fd_classifier", "val/fd_simclr"):
+    for key in "val/loss val/loss_ema val/fid val/fd_classifier val/fd_simclr".split():
         if key in run.history:
             figures[f"lowest {in_words(key)}"] = min(run.history[key].values())
-    for result in run.results:
+    for result in results:
         for key in (result["metric"], "total_bpd", "precision", "recall"):
             if key in result:
                 figures[f"{result['metric']}{result['changed']}: {in_words(key)}"] = result[key]
@@ -292,7 +293,8 @@ def write_report(run_dirs: list[Path], path: Path) -> None:
         for run in runs:
             run.name = str(run.folder)
     title = escape(" and ".join(run.name for run in runs))
-    figures = {run.name: summary(run) for run in runs}
+    # The results of a single run stand below its charts
+    figures = {run.name: summary(run, run.results if len(runs) > 1 else []) for run in runs}
     strips = evaluations = ""
     settings = {}
     for run in runs:
