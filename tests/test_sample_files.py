@@ -43,8 +43,8 @@ def test_what_makes_a_distance_wrong_is_said(tmp_path, capsys):
     for name, images, note in (
         ("a.PNG", IMAGES, "listing the files in .*\n  all 20 images: . 20"),
         ("a.JPG", IMAGES, "listing .*\n  all 20 images: . 20\nnote: .*a.JPG: the loss of JPEG counts .*"),
-        ("t.png", np.dstack([IMAGES[0], IMAGES[1, ..., :1]])[None], "listing .*\n .*\nnote: .*t.png: transparency .*"),
-        ("16.png", IMAGES[:1, ..., 0].astype(np.uint16) * 257, "listing .*\n .*\nnote: .*16.png: 16 bits .*"),
+        ("t.png", np.dstack([IMAGES[0], IMAGES[1, ..., :1]])[None], "listing .*\n .*\nnote: transparency .*0.png"),
+        ("16.png", IMAGES[:1, ..., 0].astype(np.uint16) * 257, "listing .*\n .*\nnote: 16 bits .*; first in .*0.png"),
         ("s.npz", IMAGES, ""),
         ("b.npz", IMAGES // 128, "note: .*b.npz begins with values of 0 and 1 alone; .*"),
     ):
@@ -57,6 +57,17 @@ def test_what_makes_a_distance_wrong_is_said(tmp_path, capsys):
                 Image.fromarray(image).save(path / f"{i}{path.suffix}")
         Samples(str(path))
         assert re.fullmatch(note, capsys.readouterr().out.strip())
+
+
+def test_the_first_image_that_loses_something_is_named(tmp_path, capsys):
+    for i, image in enumerate(IMAGES):  # the last three are partly transparent
+        image = np.dstack([image, IMAGES[0, ..., :1]]) if i >= 17 else image
+        Image.fromarray(image).save(tmp_path / f"{i:02d}.png")
+    samples = Samples(str(tmp_path))
+    assert "note" not in capsys.readouterr().out
+    samples.images(range(20))
+    (note,) = capsys.readouterr().out.strip().splitlines()
+    assert re.fullmatch("note: transparency .*; first in .*17.png", note)
 
 
 @pytest.mark.parametrize("classes", [1, 4])

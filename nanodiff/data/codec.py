@@ -82,7 +82,7 @@ def check_same_data(old: DataInfo, new: DataInfo, model_tag: str) -> None:
     differences = sorted(key for key in compared if getattr(new, key) != getattr(old, key))
     old_latents = old.latents or {}
     new_latents = new.latents or {}
-    for key in ("sha256", "offset", "scale"):
+    for key in "sha256 offset scale".split():
         if new_latents.get(key) != old_latents.get(key):
             differences.append(f"{key} of the latents")
     if differences:

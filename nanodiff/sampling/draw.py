@@ -69,7 +69,7 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, overrides):
     interval = parse_interval(cfg_interval)
     if cfg_scale != 1 and not fault:
         return cfg_scale, interval
-    names = ("cfg_scale", "cfg_interval", "cfg_channels")
+    names = "cfg_scale cfg_interval cfg_channels".split()
     settings = [f"{name}={overrides[name]}" for name in names if overrides.get(name, 1) != 1]
     if settings:
         print0(f"samples are not guided and ignore {' and '.join(settings)}: {fault or 'cfg_scale=1'}")

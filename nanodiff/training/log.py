@@ -197,7 +197,7 @@ def record(path: Path, run_info: dict, step: int) -> None:
         except UserError as error:
             print0(f"{error}: written anew")
     last = [past, *past["changes"]][-1]["config"]
-    now = {key: run_info[key] for key in ("config", "num_iterations", "environment")} | {"step": step}
+    now = {key: run_info[key] for key in "config num_iterations environment".split()} | {"step": step}
     if last | {"resume": ""} != now["config"] | {"resume": ""}:
         past["changes"].append(now)
     write_json(path, past)

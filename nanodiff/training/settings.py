@@ -25,7 +25,7 @@ RATES = set(
 )
 
 
-DERIVED = ("num_iterations", "device_batch_size", "dtype")
+DERIVED = "num_iterations device_batch_size dtype".split()
 
 
 def check_settings(checkpoint: Path, meta: dict, config) -> None:
