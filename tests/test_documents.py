@@ -297,8 +297,8 @@ def test_the_headlines_have_logs():
     readme = (ROOT / "README.md").read_text()
     record = spellings(read_log(RUNS / "records" / "cpu_1c4e837.txt")["score"], 2)
     (depth_3,) = read_log(RUNS / "records" / "cifar10_d3_3620c90.txt")["score"]
-    assert f"Depth 3 above has {depth_3:.2f};" in readme
-    assert f"our record, [{record[1]}](runs/records/cpu_1c4e837.txt) over three seeds" in readme
+    assert f"depth 3 above has {depth_3:.2f}, our record [{record[1]}]" in readme
+    assert f"[{record[1]}](runs/records/cpu_1c4e837.txt) over three seeds" in readme
     guide = (RUNS / "GUIDE.md").read_text()
     for depth in (2, 3, 4):
         path = f"records/cifar10_d{depth}_3620c90.txt"
