@@ -113,7 +113,7 @@ warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly
 ema_rates = "0.999"  # weight averages, comma-separated; the first is sampled; "" = none
 ema_ramp = True  # average fewer steps early on, to forget initial weights: rate <= (1 + step) / (10 + step)
 # Evaluation
-eval_images = 1024  # >= 1: validation images
+eval_images = 1024  # >= 1: validation images, or all if there are fewer
 fid_every = -1  # >= -1: steps between distances of samples, precision, recall
 fid_images = 2000  # >= 10: samples for these
 fid_metric = "fid"  # fid|fd_classifier|fd_simclr: features of Inception (96 MB), this set's classifier, SimCLR

@@ -302,7 +302,7 @@ def test_labels_from_a_table(tmp_path):
     for what, text in CSV.items():
         file.write_text(text)
         out = report(three, labels=str(file), val_fraction=0)
-        assert ("1 rows of the table have no file" in out) == (what == "header")
+        assert ("has no file for 1 of the table's rows" in out) == (what == "header")
         assert open_dataset("toy").class_names == ["bat", "owl"]
         assert everything()[1].tolist() == [1, 1, 0]
     for text, line in WRONG_CSV.items():

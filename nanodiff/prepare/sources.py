@@ -174,7 +174,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
     places = list(places.values())
     if unknown:
-        print0(f"{len(unknown):,} rows of the table have no file in {path}, such as {min(unknown)!r}")
+        print0(f"{path} has no file for {len(unknown):,} of the table's rows, such as {min(unknown)!r}")
     if num_beside:  # 1.input.png, 1.mask.png; or 1.png, 1_mask.png
         print0(f"note: {num_beside:,} images share another's name up to a dot or _mask; --pairs takes second images")
     if num_captions:
