@@ -50,7 +50,7 @@ class Samples:
         self.num_classes = 0  # without labels
         if self._labels.any() or self.class_names:
             self.num_classes = 1 + int(self._labels.max())
-        self._losses = set()
+        self._notes = set()
         self.shape = self._decode(0).shape
         if self.images(range(min(16, self.num_images))).max() <= 1:
             print0(f"note: {path} begins with values of 0 and 1 alone; they are taken as nearly black, out of 255")
@@ -65,10 +65,10 @@ class Samples:
     def _decode(self, i: int) -> np.ndarray:
         file = self._payloads[i]
         with reading(file):
-            image, losses = decode(file, [])  # (C, H, W)
-        for loss in {*losses} - self._losses:
-            print0(f"note: {loss}; first in {file}")
-        self._losses |= {*losses}
+            image, notes = decode(file, [])  # (C, H, W)
+        for note in {*notes} - self._notes:
+            print0(f"note: {note}; first in {file}")
+        self._notes |= {*notes}
         if i > 0 and image.shape != self.shape:
             height, width = image.shape[1:]
             raise UserError(f"{file} is {width}x{height}, {self._payloads[0]} {self.shape[2]}x{self.shape[1]}")
