@@ -338,7 +338,7 @@ def number(cell):
 
 def test_the_dials_table_follows_from_the_dial_and_the_logs():
     readme = (ROOT / "README.md").read_text()
-    (guide,) = re.findall(r"400 times up to depth 4 \((.*?)\)", (RUNS / "GUIDE.md").read_text())
+    (guide,) = re.findall(r"400 times at depths 2 to 4 \((.*?)\)", (RUNS / "GUIDE.md").read_text())
     recommended = {depth: count for count, depth in re.findall(r"([\d,]+) for depth (\d)", readme)}
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", readme.split("<details>")[0], re.M)
     assert [depth for depth, _ in rows] == ["2", "3", "4"]

@@ -174,7 +174,7 @@ def test_the_readme_says_how_much_there_is_to_read():
     core = re.findall(r"\[`[a-z_]+\.py`\]\((.*?)\)", readme)
     assert len(core) == 3
     count = sum(len((ROOT / path).read_text().splitlines()) for path in core)
-    assert f"The core, three files, is {round(count, -2):,} lines," in " ".join(readme.split())
+    assert f"Its core is three files, {round(count, -2):,} lines," in " ".join(readme.split())
 
 
 def test_links_between_pages_resolve():
