@@ -42,9 +42,9 @@ source = "auto"  # auto|{SOURCES}: auto looks at the path
 path = ""  # file or folder to read, or a pattern of tars; "" for shapes, and for cifar10 to download it
 name = ""  # data set name; "" = the source's, file's or folder's
 resolution = 0  # 0 or [4, 4096]: pixels per side; other images are scaled and cropped; 0 = as they are, all of one size
-labels = "auto"  # folder = by sub-folder (folder:1, folder:2: of this level); file = by file name up to "_"; none = no
-#                  classes; or a table: .csv, .tsv, .jsonl, .json. auto = by metadata.csv or the like, else the .cls or
-#                  .json beside an image, else folder
+labels = "auto"  # folder = by sub-folder (folder:1, folder:2: of this level); file = by file name up to "_" or ".";
+#                  none = no classes; or a table: .csv, .tsv, .jsonl, .json. auto = by metadata.csv or the like, else
+#                  the .cls or .json beside an image, else folder
 file_column = ""  # column of tables; "" = file_name, file, filename, image, path, image_id or id; suffixes may lack
 label_column = ""  # column of tables and of .json beside images; "" = label or class
 caption_column = ""  # "" = text, caption or prompt; captions are also in the .txt beside images

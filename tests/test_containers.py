@@ -241,10 +241,30 @@ def test_names_as_windows_macos_and_webdataset_write_them(tmp_path, kind):
     assert ("1 .png (a link or no file, over 64 MB, or packed" in out) == (kind == "folder")
 
 
+@pytest.mark.parametrize("kind", ["folder", "zip", "tar"])
+def test_files_of_one_name_and_names_in_other_codes_are_said(tmp_path, kind):
+    png = encode_png(noise(8, 8))
+    folder = tmp_path / "in"
+    for name in ("a/caf\u00e9.png", "a/cafe\u0301.png", "a/x.png", "caf\udce9/y.png"):
+        write(folder / name, png)
+    path = folder
+    if kind == "zip":  # which holds no such names
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as z:
+            for name in ("a/1.png", "a\\1.png", "a/2.png", "caf?/y.png"):
+                z.writestr(zipfile.ZipInfo(name), png)
+        path = tmp_path / "a.zip"
+    elif kind == "tar":
+        path = archive(folder, kind, tmp_path / "a.tar")
+    out = report(path, val_fraction=0)
+    assert "ignored: 1 under a name that is there twice\n" in out
+    assert "  all 3 images: a 2, caf? 1\n" in out
+    assert open_dataset("toy").class_names == ["a", "caf?"]
+
+
 def test_what_a_table_leaves_open_is_refused(tmp_path):
     folder = images(tmp_path / "in")
     for second, line in (
-        ({"conditioning_image": "001.png"}, "no class for 60 of 60 images, such as '000.png' .*--pairs"),
+        ({"conditioning_image": "001.png"}, "no class for 60 of 60 images, such as '001.png' .*--pairs"),
         ({"text": ["x", "y"]}, r"text of an image is .\['x', 'y'\].; accepted: one text or number"),
         ({"label": [1.0, 0.0]}, r"label of an image is '\[1.0, 0.0\]'"),
     ):

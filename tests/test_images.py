@@ -111,13 +111,17 @@ def test_exif_orientation(orientation, kind):
 
 
 def test_unreadable_files_are_skipped_and_named(tmp_path):
-    """Also in an archive, whose files have no path; a program in PostScript is text to us, whatever it is called."""
+    """Also in an archive, whose files have no path; a program in PostScript is text to us, whatever it is called. Of a
+    damaged PNG, Pillow shows the part before the damage to whom asks twice."""
     arrays = make_folder(tmp_path / "in")
     png = encode_png(noise(8, 8))
+    large = bytearray(encode_png(noise(128, 128)))
+    large[len(large) // 2] ^= 0x55
     files = {
         "empty.jpg": b"",
         "text.jpg": b"<html>404</html>",
         "cut.png": png[: len(png) // 2],
+        "flipped.png": bytes(large),
     }
     files["eps.jpg"] = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n"
     for name, data in files.items():
@@ -132,8 +136,8 @@ def test_unreadable_files_are_skipped_and_named(tmp_path):
         assert "PNG" in reasons["text.jpg"]
         assert "unknown" in reasons["float.tif"]
         assert reasons["eps.jpg"] == reasons["text.jpg"]
-        assert "  all 13 images: cat 9, dog 4\n" in out
-        assert "skipped 5 unreadable" in out
+        assert "  all 14 images: cat 10, dog 4\n" in out
+        assert "skipped 6 unreadable" in out
         assert "enlarged, as smaller than the resolution: 8 images" in out
 
 
@@ -283,7 +287,7 @@ CSV = {
 }
 WRONG_CSV = {
     "0.png,owl\n2.png,bat\n0.png,bat": r"a\.csv, line 3: '0\.png' has \('bat', .* here and \('owl', .* before",
-    "0.png,owl\n2.png, ": r"no class for 2 of 3 images, such as '2\.png'",
+    "0.png,owl\n2.png, ": r"no class for 2 of 3 images, such as 'x/1\.png'",
     "0.png,owl\n2.png, \nx/1.png,": r"no class for 2 of 3 images, such as '2\.png'",
     "file,label\n0.png,owl, brown": "line 2: found '0.png,owl,brown'",
     "0.png|owl": r"no class for 3 of 3 images, .*a row of the table: '0\.png\|owl'",

@@ -341,6 +341,28 @@ def test_tables_of_spreadsheets(tmp_path, comma):
         assert open_source("folder", str(path), Options(labels=str(table))).class_names == ["x, w", "y", "z"]
 
 
+def test_empty_columns_of_a_spreadsheet_hide_no_header_and_no_surplus_cell(tmp_path):
+    path = pack(tmp_path, spread("a"), "folder")
+    lines = [f"a/{i}.jpg,640,{label},," for i, label in enumerate("xyz")]
+    table = write(tmp_path / "t.csv", "\n".join(["file_name,width,label,,", *lines]))
+    assert open_source("folder", str(path), Options(labels=str(table))).class_names == [*"xyz"]
+    write(table, "file,label\na/0.jpg,x, y,\n")
+    refused("line 2: found 'a/0.jpg,x,y'; accepted: rows of file,class", read, path, labels=str(table))
+
+
+def test_an_image_without_a_row_of_captions_is_named(tmp_path):
+    path = pack(tmp_path, spread("a"), "folder")
+    table = write(tmp_path / "t.csv", "file,text\na/0.jpg,x\na/1.jpg,y\n")
+    refused("no class for 3 of 3 images, such as 'a/2.jpg'", read, path, labels=str(table))
+
+
+@pytest.mark.parametrize("stem", ["{}_{}", "{}.{}"])
+def test_the_start_of_a_files_name_is_its_class(tmp_path, stem):
+    names = [f"{stem.format(name, i)}.jpg" for name in ("cat", "dog") for i in range(3)]
+    source = open_source("folder", str(pack(tmp_path, names, "folder")), Options(labels="file"))
+    assert source.class_names == ["cat", "dog"]
+
+
 def test_a_header_without_a_known_file_column_is_no_row(tmp_path):
     path = pack(tmp_path, spread("a"), "folder")
     for column in ("label", "caption"):

@@ -136,6 +136,11 @@ def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path):
     (masks / "b" / "01.png").write_bytes((photos / "b" / "01.png").read_bytes())
     refused("has 3 channels; accepted .*: 1", prepare, photos, resolution=16, pairs=str(masks))
     (masks / "b" / "01.png").unlink()
+    for colours in ([0, 0, 0, 255, 255, 255], [255, 255, 255, 0, 0, 0]):  # a program may count them in any order
+        mask = Image.new("P", (8, 8), colours.index(255) // 3)
+        mask.putpalette(colours)
+        mask.save(tmp_path / "mask.png")
+        assert (decode_second(str(tmp_path / "mask.png"), "nearest", 1, 8, 8) == 255).all()
     for white in (1, 255):
         for path in photos.glob("*/*"):
             mask = masks / path.relative_to(photos).with_suffix(".bmp")

@@ -113,6 +113,7 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "range of nothing": (lambda t: array(t, np.eye(8)[None], range="5,9"), "from 0 to 1; accepted: .* LOW < HIGH"),
     "channels first": (lambda t: array(t, IMAGES.transpose(0, 3, 1, 2)), r"\(4, 3, 8, 8\); accepted: .*\(N, H, W, C\)"),
     "13 channels first": (lambda t: array(t, np.ones((8, 13, 16, 16))), "accepted: numbers of shape"),
+    "images last": (lambda t: array(t, np.ones((8, 8, 3, 50), np.uint8)), r"\(8, 8, 3, 50\); accepted: numbers"),
     "no channels": (lambda t: array(t, np.ones((8, 16, 16, 0))), "accepted: numbers of shape"),
     "objects": (lambda t: array(t, np.full((2, 4, 4), "x", object)), "holds no numbers: .*objects"),
     "a volume": (lambda t: array(t, np.ones((9, 20, 32), np.uint8)), "'image 0' is 32x20; .* here 20x20"),

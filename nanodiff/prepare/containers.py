@@ -32,7 +32,9 @@ def split_of(name: str) -> str:
 
 
 def cleaned(name: str) -> str:
-    """A path with / between folders (Windows writes \\ alone), and é as one character (macOS writes two)."""
+    """A path with / between folders (Windows writes \\ alone), and é as one character (macOS writes two), ? for what is
+    no UTF-8."""
+    name = name.encode(errors="replace").decode()
     if "/" not in name:
         name = name.replace("\\", "/")
     return unicodedata.normalize("NFC", posixpath.normpath(name))
@@ -129,11 +131,12 @@ def open_zip(path: Path):
             archive = zipfile.ZipFile(path, metadata_encoding="utf-8")  # as macOS writes names, without saying so
         except UnicodeDecodeError:
             archive = zipfile.ZipFile(path)
-        infos = {cleaned(info.filename): info for info in archive.infolist() if not info.is_dir()}
+        infos = [(cleaned(info.filename), info) for info in archive.infolist() if not info.is_dir()]
+        infos.sort(key=lambda pair: pair[0])
 
     def stream(suffixes):
         with reading(path):
-            for name, info in sorted(infos.items()):
+            for name, info in infos:
                 # zipfile decompresses bzip2 and LZMA, whose numbers are higher, without a limit
                 if info.compress_type > zipfile.ZIP_DEFLATED or info.file_size > MAX_BYTES:
                     name += NO_FILE

@@ -111,6 +111,7 @@ def center_crop(image, height: int, width: int, scaling: str = "bicubic"):
 def upright(image):
     from PIL import ImageOps
 
+    image.load()  # getexif loads a PNG, too, but orientation would hide that it is damaged
     if orientation(image) > 1:
         return ImageOps.exif_transpose(image)
     return image
@@ -198,6 +199,7 @@ def decode(
 def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height: int, width: int) -> np.ndarray:
     """A second image -> (C, height, width) uint8, its own channels: gray and palette numbers 1, LA 2, RGB 3, RGBA 4.
 
+    A palette of grays counts as gray, as its order is the program's that saved the file.
     `channels`: the C that it must have; 0 = any. `scaling`: nearest or area.
     """
     name = "an array"
@@ -207,6 +209,8 @@ def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height
         if lossy_parts(image):
             raise UserError(f"{name} has over 8 bits or several frames; accepted for second images: one of 0..255")
         image = upright(image)
+        if image.mode == "P" and not np.ptp(np.reshape(image.getpalette(), (-1, 3)), axis=1).any():
+            image = image.convert("L")
         if image.mode not in "L LA P RGB RGBA".split():
             image = to_rgb(image).convert("L" if image.mode == "1" else "RGB")
         payload = np.asarray(image)

@@ -21,9 +21,9 @@ from nanodiff.prepare.containers import cleaned, is_image, key_of, split_of
 
 LABELS = "auto folder file none folder:1 folder:2 folder:3".split()
 TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "dataset.json")  # Hugging Face, DiffSynth, EDM
-FILE_COLUMNS = ("file_name", "file", "filename", "image", "path", "image_id", "id")
-LABEL_COLUMNS = ("label", "class")
-CAPTION_COLUMNS = ("text", "caption", "prompt")
+FILE_COLUMNS = "file_name file filename image path image_id id".split()
+LABEL_COLUMNS = "label class".split()
+CAPTION_COLUMNS = "text caption prompt".split()
 VAL_SPLITS = "val test dev eval".split()  # beside train; the first that exists is held out
 SPLIT_TITLES = {"train": "train", "val": "val", "": "all", None: "left out, no split or no training image of a class:"}
 # No class's name: segmentation, VOC's folders, CycleGAN's trainA
@@ -51,7 +51,7 @@ def text_of(payload: str | bytes, origin: str) -> str:
     raise UserError(f"{origin} is in UTF-16, Latin-1 or another code; accepted: UTF-8")
 
 
-def pick(row: dict, column: str, usual: tuple[str, ...], used: set) -> str:
+def pick(row: dict, column: str, usual: Iterable[str], used: set) -> str:
     """A row's value in a column or, for "", in the first of the usual columns that it has."""
     if column:
         usual = (column, column.lower())
@@ -87,6 +87,9 @@ def read_table(table: dict, payload: str | bytes, origin: str, options, folder: 
         if suffix in (".csv", ".tsv"):
             delimiter = "\t" if suffix == ".tsv" else re.search("[,;]|$", text)[0] or ","
             lines = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True))
+            for line in lines:
+                while line and not line[-1].strip():  # empty columns of Excel
+                    line.pop()
             columns = [name.strip().lower() for name in lines[0]] if lines else []
             names = set(columns)
             usual_columns = FILE_COLUMNS + LABEL_COLUMNS + CAPTION_COLUMNS
@@ -96,7 +99,7 @@ def read_table(table: dict, payload: str | bytes, origin: str, options, folder: 
                 columns = ["file", "label"]
             rows = [dict(itertools.zip_longest(columns, line)) for line in lines]
         elif suffix == ".jsonl":
-            rows = [json.loads(line or "{}") for line in text.split("\n")]
+            rows = [json.loads(line.strip() or "{}") for line in text.split("\n")]
         else:
             rows = json.loads(text)
             if "labels" in rows:
@@ -172,7 +175,9 @@ def samples(streams: list, table: dict, options, extras: Counter, unreadable: se
     for stream in streams:
         members = stream((*BESIDE, *suffixes))
         for _, group in itertools.groupby(members, lambda member: key_of(member[0])):
-            group = dict(group)
+            files = list(group)
+            group = dict(files)
+            extras["under a name that is there twice"] += len(files) - len(group)
             images = [name for name in group if is_image(name)]
             rows = {splitext(name)[0]: {} for name in images}
             stems.extend(map(hash, rows))
@@ -315,8 +320,8 @@ def classify(places: list[Place], labels: str, row: str | None = None) -> list[s
         if place.label not in train_labels:
             place.split = None
     places = [place for place in places if place.split is not None]
-    absent = [place for place in places if not place.label]
-    if absent:
+    absent = sorted((place for place in places if not place.label), key=lambda place: place.label == "")
+    if absent:  # first those that a table lacks
         of_all = f"{sum(place.count for place in absent):,} of {sum(place.count for place in places):,} images"
         hint = f"; a row of the table: {row!r}" if row else ""
         raise UserError(

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import os
+import re
 import zipfile
 from array import array
 from collections import Counter
@@ -155,8 +156,8 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     content_suffixes = SUFFIXES if options.aspect_buckets else ()  # files whose content is read
     for name, payload, (label, caption, split) in read(content_suffixes):
         if options.labels == "file":
-            start, underscore, _ = basename(name).partition("_")
-            label = start if underscore else ""
+            start, *parts = re.split("[_.]", splitext(basename(name))[0])
+            label = start if parts else ""
         key = (split, *dirname(name).split("/")), label
         place = places.setdefault(key, Place(*key, name))
         place.count += 1
@@ -168,15 +169,20 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         sample_before = sample
         if options.aspect_buckets:
             ratios.append(aspect_ratio(payload))
-    if extras:
+    if extras := +extras:  # without counts of 0
         print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in extras.most_common(20)))
     if not places:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
     places = list(places.values())
     if unknown:
-        print0(f"{path} has no file for {len(unknown):,} of the table's rows, such as {min(unknown)!r}")
+        print0(
+            f"{path} has no file for {len(unknown):,} of the table's rows, such as {min(unknown)!r}; it has {name!r}"
+        )
     if num_beside:  # 1.input.png, 1.mask.png; or 1.png, 1_mask.png
-        print0(f"note: {num_beside:,} images share another's name up to a dot or _mask; --pairs takes second images")
+        print0(
+            f"note: {num_beside:,} images share another's name up to a dot or _mask; --pairs takes second "
+            "images, --labels=file the names' starts as classes"
+        )
     if num_captions:
         print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
     needs = {
@@ -351,20 +357,20 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
         protocol = str(file.get("protocol", ""))
         if unused := {*file} - {"arr_0", "labels", "arr_1", "protocol"}:
             print0(f"note: {path}: {', '.join(sorted(unused))} ignored; classes are in labels or arr_1")
-    height, width, channels = (*images.shape, 0, 0, 0, 0)[1:4]
+    shape = images.shape
+    height, width, channels = (*shape, 0, 0, 0, 0)[1:4]
     is_picture = images.ndim == 3 and width < 5 <= height  # one, (H, W, C)
-    is_channels_first = images.ndim == 4 and (height < 5 <= channels or height < width == channels)
+    is_channels_first = images.ndim == 4 and (min(height, width) < 5 <= channels or height < width == channels)
     is_odd = is_picture or is_channels_first or images.ndim not in (3, 4)
     if is_odd or images.dtype.kind not in "uif" or not images.size:
         raise UserError(
-            f"{path} holds {images.dtype} of shape {images.shape}; "
-            "accepted: numbers of shape (N, H, W) or (N, H, W, C), N > 0"
+            f"{path} holds {images.dtype} of shape {shape}; accepted: numbers of shape (N, H, W) or (N, H, W, C), N > 0"
         )
     if labels is not None:
-        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
+        if labels.shape != shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
             raise UserError(
                 f"{path} has labels {labels.dtype} of shape {labels.shape}; "
-                f"accepted: class numbers 0, 1, ... of shape {images.shape[:1]}"
+                f"accepted: class numbers 0, 1, ... of shape {shape[:1]}"
             )
         labels = labels.astype(np.int64)
     return images, labels, protocol
