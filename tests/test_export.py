@@ -101,8 +101,9 @@ def test_metas_format_comes_back_unchanged(export, tmp_path, via):
         lambda theirs: {"ema": {}, "model": theirs},
         *(
             lambda theirs, key=key: {"model": {name: x + 1 for name, x in theirs.items()}, key: theirs}
-            for key in ("ema", "ema_model", "model_ema", "ema_state_dict")
+            for key in "ema ema_model model_ema ema_state_dict state_dict_ema ema_params ema_0.9999".split()
         ),
+        lambda theirs: {"ema": 0.9999, "model": theirs},
         lambda theirs: {"ema": None, "state_dict": theirs},
         lambda theirs: {name.replace("blocks.0.", "blocks.0._orig_mod."): x for name, x in theirs.items()},
     ],
@@ -113,6 +114,13 @@ def test_metas_weights_open_however_they_were_saved(tmp_path, saved):
     ours = load_run(str(tmp_path / "dit.pt"), "cpu").model.state_dict()
     other = load_run(str(tmp_path / "other.pt"), "cpu").model.state_dict()
     torch.testing.assert_close(other, ours, rtol=2e-2, atol=1e-3)
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    theirs = meta_file(tmp_path / "dit.pt", depth=1)
+    name = "blocks.0.attn.qkv.weight"
+    torch.save(theirs | {name: (100 * theirs[name]).to(torch.int8)}, tmp_path / "dit.pt")
+    refused(f"has {name} in torch.int8; accepted: floats", load_run, str(tmp_path / "dit.pt"), "cpu")
 
 
 def test_of_lightnings_two_copies_the_average_is_read(tmp_path, capsys):

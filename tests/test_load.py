@@ -118,6 +118,17 @@ def test_exports_verify_their_tensors(base, run_script):
     assert_identical(load_run(str(path), "cpu").model.state_dict(), before)
 
 
+def test_a_file_of_a_checkpoint_is_verified_by_its_manifest(base):
+    path = write_run(base, "a", objective="flow") / "model.safetensors"
+    load_run(str(path), "cpu")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 64
+    path.write_bytes(data)
+    refused(
+        "model.safetensors is corrupt: it does not match the SHA-256 in .*manifest.json", load_run, str(path), "cpu"
+    )
+
+
 def test_names_may_be_paths_and_what_they_get_wrong_is_named(base, monkeypatch):
     checkpoint = write_run(base, "a", objective="flow")
     assert nanodiff.load(base / "runs" / "a").weights == "0.99"

@@ -95,6 +95,16 @@ def test_a_damaged_description_of_the_newest_checkpoint_is_skipped(base, run_scr
         assert "corrupt checkpoint skipped: " in capsys.readouterr().out
 
 
+def test_another_source_is_another_run(base, run_script):
+    """A run of whole weights that resumes reads its source no more; so the weights would stay those of the first."""
+    make_data()
+    for tag in ("a", "b"):
+        make_run(run_script, tag)
+    tuned = ("base_train", *TINY, "--model_tag=tuned", "--num_iterations=1")
+    run_script(*tuned, "--init_from=a")
+    refused(r"init_from='b' \(was 'a'\); use another model_tag", run_script, *tuned, "--init_from=b")
+
+
 def test_labels_that_the_source_lacks_are_said_to_be_ignored(base, run_script, capsys):
     make_data()
     make_run(run_script, "old", "--class_cond=False")

@@ -17,7 +17,7 @@ from configurator import check, nearest, read_settings
 from nanodiff.common import Settings, Tensors, UserError, base_dir, print0
 from nanodiff.conditions import DataInfo, droppable
 from nanodiff.diffusion.process import make_process, why_unguided
-from nanodiff.files import reading, sha256_of
+from nanodiff.files import read_json, reading, sha256_of
 from nanodiff.formats import options as defaults
 from nanodiff.formats.adapters import PREFIX, merge
 from nanodiff.formats.published import NO_MODEL, read_published
@@ -57,9 +57,7 @@ class Loaded:
 
     def is_named_by(self, model: str) -> bool:
         """True if a script's `model` names the run alone: no file of it, no options."""
-        if not self.run_dir:
-            return False
-        return Path(model).name in ("", self.run_dir.name)
+        return bool(self.run_dir) and Path(model).name in ("", self.run_dir.name)
 
     @property
     def num_classes(self) -> int:
@@ -171,6 +169,10 @@ def find(name, **run_options):
                 f"{'file' if is_file else 'run; name the file of weights, if it is none'}"
             )
     if is_file:
+        manifest = path.with_name("manifest.json")  # of a checkpoint
+        entry = read_json(manifest).get(path.name) if manifest.is_file() else None
+        if entry and entry["sha256"] != sha256_of(path):
+            raise UserError(f"{path} is corrupt: it does not match the SHA-256 in {manifest}")
         return path, options
     return find_weights(path, **options), {}
 

@@ -19,29 +19,35 @@ from nanodiff.models.dit import DiTConfig, position_table
 from nanodiff.models.unet import UNetConfig
 
 # Part of our name -> of the published one. Replaced in this order, and in reverse on the way back
-META = {
-    "final.": "final_layer.",
-    ".ada.": ".adaLN_modulation.1.",
-    ".fc": ".mlp.fc",
-    ".proj.": ".attn.proj.",
-    ".qkv.": ".attn.qkv.",
-    "y_embed.": "y_embedder.embedding_table.",
-    "t_embed.": "t_embedder.mlp.",
-    "patch_embed.": "x_embedder.proj.",
-}
-DIFFUSERS = {
-    ".proj.": ".attn1.to_out.0.",
-    ".fc1.": ".ff.net.0.proj.",
-    ".fc2.": ".ff.net.2.",
-    "final.ada.": "proj_out_1.",
-    "final.linear.": "proj_out_2.",
-    ".ada.": ".norm1.linear.",
-    "blocks.": "transformer_blocks.",
-    "patch_embed.": "pos_embed.proj.",
-    "t_embed.0.": "timestep_embedder.linear_1.",
-    "t_embed.2.": "timestep_embedder.linear_2.",
-    "y_embed.": "class_embedder.embedding_table.",
-}
+META = dict(
+    pair.split("=")
+    for pair in """
+    final.=final_layer.
+    .ada.=.adaLN_modulation.1.
+    .fc=.mlp.fc
+    .proj.=.attn.proj.
+    .qkv.=.attn.qkv.
+    y_embed.=y_embedder.embedding_table.
+    t_embed.=t_embedder.mlp.
+    patch_embed.=x_embedder.proj.
+    """.split()
+)
+DIFFUSERS = dict(
+    pair.split("=")
+    for pair in """
+    .proj.=.attn1.to_out.0.
+    .fc1.=.ff.net.0.proj.
+    .fc2.=.ff.net.2.
+    final.ada.=proj_out_1.
+    final.linear.=proj_out_2.
+    .ada.=.norm1.linear.
+    blocks.=transformer_blocks.
+    patch_embed.=pos_embed.proj.
+    t_embed.0.=timestep_embedder.linear_1.
+    t_embed.2.=timestep_embedder.linear_2.
+    y_embed.=class_embedder.embedding_table.
+    """.split()
+)
 GAUSSIAN = {
     "noise_schedule": "linear",
     "num_timesteps": 1000,
@@ -271,8 +277,11 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
     options.py; the others are those of the published models, and meta["note"] says so.
     """
     tensors = content
-    for key in "ema ema_model model_ema ema_state_dict model state_dict".split():
-        tensors = tensors.get(key) or tensors
+    averages = [key for key in content if "ema" in f"{key}".lower()]  # model_ema, state_dict_ema, ema_0.9999, ...
+    for key in (*averages, "model", "state_dict"):
+        part = tensors.get(key)
+        if part and isinstance(part, dict):
+            tensors = part
     tensors = {f"{name}".replace("_orig_mod.", ""): x for name, x in tensors.items()}  # torch.compile's
     copies = FIRST.findall("\n".join(tensors))
     if not copies:
@@ -281,6 +290,9 @@ def read_published(path: Path, content: dict, options: dict) -> tuple[dict, Tens
     num_tensors = len(tensors)
     tensors = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
     note = ""
+    for name, x in tensors.items():
+        if not x.is_floating_point():
+            raise UserError(f"{path} has {name} in {x.dtype}; accepted: floats")
     if len(tensors) < num_tensors:
         note = f"note: {path}: {len(tensors)} of its {num_tensors} tensors are read, {prefix}*\n"
 

@@ -43,7 +43,7 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
         if value != was and not is_open:
             changes[key] = f"{key}={value!r} (was {was!r})"
     free = FREE - {"cfg_scale", "cfg_interval"} if learns_guidance(config) else FREE
-    if config["init_from"] and meta["config"].get("init_from"):  # it may move: open_source compares what it reads
+    if config["init_from"] and meta.keys() & {"lora", "teacher"}:  # it may move: open_source compares what it reads
         free = free | {"init_from"}
     fixed = [text for key, text in changes.items() if key not in free | RATES]
     if fixed:
