@@ -38,16 +38,19 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent
 # What other programs, or older versions, call a setting
-ALIASES = {
-    "learning_rate": "lr",
-    "batch_size": "total_batch_size",
-    "epochs": "num_epochs",
-    "device": "device_type",
-    "max_steps": "num_iterations",
-    "given": "pairs",
-    "image_size": "resolution",
-    "n": "num_images",
-}
+ALIASES = dict(
+    pair.split("=")
+    for pair in """
+    learning_rate=lr
+    batch_size=total_batch_size
+    epochs=num_epochs
+    device=device_type
+    max_steps=num_iterations
+    given=pairs
+    image_size=resolution
+    n=num_images
+    """.split()
+)
 KINDS = {bool: "True or False", int: "an integer", float: "a finite number", str: "a string"}
 COMPARE = {
     "<": operator.lt,

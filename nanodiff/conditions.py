@@ -44,9 +44,7 @@ class Conditioned(SetConditions):
     @property
     def second_channels(self) -> int:
         """Channels of the second image; 0 = there is none."""
-        if self.low_res and not self.given_channels:
-            return self.in_channels
-        return self.given_channels
+        return self.given_channels or (self.low_res and self.in_channels)
 
 
 SET_FIELDS = tuple(SetConditions.__annotations__)
@@ -78,9 +76,10 @@ def droppable(config: Conditioned) -> list[str]:
 
 def some_conditions(config: Conditioned, n: int, device="cpu") -> Tensors:
     """Zeros (n, ...) for each condition that a model takes, to try it out."""
-    dtypes = {"y": torch.int64}
-    shapes = row_shapes(config).items()
-    return {name: torch.zeros(n, *shape, dtype=dtypes.get(name), device=device) for name, shape in shapes}
+    return {
+        name: torch.zeros(n, *shape, dtype=torch.int64 if name == "y" else torch.float32, device=device)
+        for name, shape in row_shapes(config).items()
+    }
 
 
 def conditioning(config: Conditioned, conditions: Tensors, x0=None, is_dropped=None) -> Tensors:
@@ -110,8 +109,9 @@ def null_condition(config: Conditioned, cond: Tensors) -> Tensors:
     """Null values for the conditions in `cond` that can be dropped: the null class for labels, NaN for floats. No row
     holds NaN, so null differs from every value.
     """
-    values = {"y": config.num_classes}
-    return {name: torch.full_like(cond[name], values.get(name, math.nan)) for name in droppable(config)}
+    return {
+        name: torch.full_like(cond[name], config.num_classes if name == "y" else math.nan) for name in droppable(config)
+    }
 
 
 def null_rows(x: Tensor) -> tuple[Tensor, Tensor]:

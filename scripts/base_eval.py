@@ -67,23 +67,26 @@ reference = ""  # .npz with mu and sigma of the judge's features to compare with
 judge = ""  # weights of Inception (fid) or of a classifier, such as those in runs/records, so that figures of two
 #             machines compare; "" = download Inception or train a classifier on the set, once
 config = configure(globals())
-FIGURES = {  # what is printed, in this order; the file has all figures
-    "loss": "validation loss {:.4f}",
-    "loss_q0": "t < 1/4 (image) {:.4f}",
-    "loss_q1": "t < 1/2 {:.4f}",
-    "loss_q2": "t < 3/4 {:.4f}",
-    "loss_q3": "t < 1 (noise) {:.4f}",
-    "total_bpd": "{:.4f} bits/dim",
-    "well_formed": "{:.1%} well formed",
-    "fid": "FID {:.3f}, lower is better",
-    "fd_classifier": "distance (fd_classifier) {:.3f}, lower is better",
-    "fd_simclr": "distance (fd_simclr) {:.3f}, lower is better",
-    "inception_score": "IS {:.3f}",
-    "precision": "precision {:.3f}",
-    "recall": "recall {:.3f}",
-    "copies": "{:.1%} copies",
-    "class_accuracy": "{:.1%} show their class",
-}
+FIGURES = dict(  # what is printed, in this order; the file has all figures
+    line.strip().split(" = ")
+    for line in """
+    loss = validation loss {:.4f}
+    loss_q0 = t < 1/4 (image) {:.4f}
+    loss_q1 = t < 1/2 {:.4f}
+    loss_q2 = t < 3/4 {:.4f}
+    loss_q3 = t < 1 (noise) {:.4f}
+    total_bpd = {:.4f} bits/dim
+    well_formed = {:.1%} well formed
+    fid = FID {:.3f}, lower is better
+    fd_classifier = distance (fd_classifier) {:.3f}, lower is better
+    fd_simclr = distance (fd_simclr) {:.3f}, lower is better
+    inception_score = IS {:.3f}
+    precision = precision {:.3f}
+    recall = recall {:.3f}
+    copies = {:.1%} copies
+    class_accuracy = {:.1%} show their class
+    """.strip().splitlines()
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run or the samples to evaluate, and the name of their data set
@@ -162,7 +165,7 @@ else:
         num_images = num_images or (5000 if is_distance else 400)
         ids = np.arange(num_images)
         counts = steps.split(",")
-        if not all(count.isdecimal() for count in counts):
+        if not all(map(str.isdecimal, counts)):
             raise UserError(f"steps={steps!r}; accepted: a whole number, or several, comma-separated")
         model_samples = open_samples(run, seed=seed, low_res=low_res, autoencoder=autoencoder)
         model_samples.in_proportion(name, reference_split, num_images)

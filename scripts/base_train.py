@@ -59,8 +59,7 @@ from nanodiff.training.shard import Optimizer
 from nanodiff.training.validation import validation_loss
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Settings: in a preset file or as --key=value. `configure` reads the comments: accepted values, if limited; a colon;
-# the meaning. "# Only X": refused without X
+# Settings, in a preset or as --key=value. `configure` reads the comments, "accepted: meaning". "# Only X": else refused
 
 # What everybody touches
 model_tag = ""  # folder of the run under $NANODIFF_BASE_DIR/runs; "" = data, arch and depth
@@ -187,7 +186,8 @@ if init_from:
 train_set = open_dataset(data, "train", source_data)
 val_set = open_dataset(data, "val", source_data) if "val" in train_set.meta["splits"] else None
 codec = make_codec(train_set, device, autoencoder, flip, source_data)  # stored uint8 or latents <-> x0 <-> pixels
-class_names = codec.data.class_names if class_cond else []
+data_info = codec.data
+class_names = data_info.class_names if class_cond else []
 sizes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
 print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {sizes}, {len(class_names)} classes")
 if sample_every >= 0:
@@ -201,13 +201,13 @@ if time_input == "auto":
     default = "62.5t" if arch == "dit" and not init_from else "1000t"
     config["time_input"] = time_input = past_settings.get("time_input", default)
 if not config["timestep_shift"]:  # the same noise hides less of a larger image
-    config["timestep_shift"] = timestep_shift = past_settings.get("timestep_shift", max(1, codec.data.resolution / 32))
-process = make_process(config, codec.data)  # noising, loss, samplers
-model_config = make_model_config(config, codec.data, process)
+    config["timestep_shift"] = timestep_shift = past_settings.get("timestep_shift", max(1, data_info.resolution / 32))
+process = make_process(config, data_info)  # noising, loss, samplers
+model_config = make_model_config(config, data_info, process)
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
 if fixed:  # published and older models lack the channel that marks a null second image
     channels = fixed.get("given_channels", 0)
-    if codec.data.given_channels not in (0, channels):
+    if data_info.given_channels not in (0, channels):
         raise UserError(f"data={data!r} has second images, which the base or checkpoint does not take")
     first_block = {"flow_map": fixed["flow_map"]} if process.is_map else {}
     model_config = replace(model_config, given_channels=channels, **first_block)
@@ -292,10 +292,10 @@ print0(f"every {eval_every:,}, {sample_every:,}, {save_every:,} steps: validatio
 # Refuse useless settings and, on resume, changed ones: training/settings.py's FREE may change, RATES if asked
 
 config |= {name: globals()[name] for name in config}  # with what was derived
-refuse_useless(config, codec.data, droppable(model_config), checkpoint)
+refuse_useless(config, data_info, droppable(model_config), checkpoint)
 step = start_step = meta["step"] if checkpoint else 0
 if checkpoint:
-    check_same_data(meta["data"], codec.data, model_tag)
+    check_same_data(meta["data"], data_info, model_tag)
     check_settings(checkpoint, meta, config)
 num_iterations = num_iterations or step  # 0: train nothing
 
@@ -358,7 +358,7 @@ if checkpoint:
     loop_state |= meta["loop"]
     meter.load_state_dict(train_state.get("meter", []))
 
-run_info = dict(config=config, data=codec.data, model=asdict(model_config), num_params=num_params)
+run_info = dict(config=config, data=data_info, model=asdict(model_config), num_params=num_params)
 run_info |= dict(num_iterations=num_iterations, flops_per_image=flops_per_image)
 log = RunLog(run, run_dir, device, run_info, step, loop_state)
 report_due = 0.0  # when report.html is next written, by time.monotonic
@@ -399,7 +399,7 @@ def save():
             "config": config,
             "command": sys.argv[1:],  # rerunning --resume=STEP continues, instead of going back again
             "model_config": asdict(model_config),
-            "data": codec.data,
+            "data": data_info,
             "ema_rates": ema.rates,
             "loop": loop_state.copy(),
         }
@@ -485,7 +485,7 @@ while True:
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, images in [-1, 1]
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # For guidance some images lose their conditions: a label becomes the null class, the rest NaN
-        cond = from_stored(stored_cond, codec.data, flips)
+        cond = from_stored(stored_cond, data_info, flips)
         cond = conditioning(model_config, cond, x0, is_dropped=u_drop[rows] < label_drop)
         if dropout:
             torch.manual_seed(make_generator(seed, step, DROPOUT, first).initial_seed())

@@ -12,7 +12,7 @@ from nanodiff.conditions import GIVEN, DataInfo
 from nanodiff.data.pixels import Arrays, Pixels
 
 # Fields of DataInfo that describe only the set; fine-tuning takes them from the new one
-SET_KEYS = ("name", "sha256", "val_sha256", "resolution", "sizes", "num_classes", "class_names")
+SET_KEYS = "name sha256 val_sha256 resolution sizes num_classes class_names".split()
 
 
 def make_codec(
@@ -34,7 +34,7 @@ def make_codec(
     if flip and latents and latents["copies"] < 2:
         raise UserError(f"flip: {dataset.name!r} has no mirrored copies; make it with scripts.cache_latents --flip")
     if source_data:
-        keys = SET_KEYS if source_data.given_channels else SET_KEYS + GIVEN
+        keys = SET_KEYS if source_data.given_channels else [*SET_KEYS, *GIVEN]
         changes = {key: getattr(data, key) for key in keys}
         data = replace(source_data, **changes)
     if data.kind == "latents" or autoencoder:

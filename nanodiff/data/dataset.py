@@ -64,25 +64,25 @@ class Dataset:
         self.path = path
         self.split = split
         self.name = path.name if path.parent == data_dir() else str(path)
-        self.meta = read_json(path / "meta.json")
+        meta = self.meta = read_json(path / "meta.json")
         # Check what is cheap; map labels and vectors now, shards on first use
         with reading(path / "meta.json"):
-            if self.meta["format"] != FORMAT:
-                raise UserError(f"{path} is in format {self.meta['format']}; this version reads format {FORMAT}")
-            digest = self.meta.pop("sha256", None)  # sets of earlier versions have none
-            if digest not in (None, json_hash(self.meta)):
+            if meta["format"] != FORMAT:
+                raise UserError(f"{path} is in format {meta['format']}; this version reads format {FORMAT}")
+            digest = meta.pop("sha256", None)  # sets of earlier versions have none
+            if digest not in (None, json_hash(meta)):
                 raise UserError(f"{path}/meta.json is damaged or was edited: its SHA-256 is not that in it")
-            self.class_names = self.meta["class_names"]
+            self.class_names = meta["class_names"]
             self.num_classes = len(self.class_names)
-            self.channels = self.meta["channels"]
-            self.resolution = self.meta["resolution"]
+            self.channels = meta["channels"]
+            self.resolution = meta["resolution"]
             self._square = self.resolution, self.resolution
-            if split not in self.meta["splits"]:
+            if split not in meta["splits"]:
                 raise UserError(
-                    f"data set {path.name!r} has no split {split!r}, only {', '.join(self.meta['splits'])}; "
+                    f"data set {path.name!r} has no split {split!r}, only {', '.join(meta['splits'])}; "
                     "a set made with --val_fraction=0.05 has val"
                 )
-            part = self.meta["splits"][split]
+            part = meta["splits"][split]
             self.sha256 = json_hash(part)
             self.identity = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
             self._shards = part["shards"]
@@ -107,7 +107,7 @@ class Dataset:
             self._shard = functools.lru_cache(MAX_MAPPED)(self._open_shard)
             self._rows = {"y": np.broadcast_to(np.int64(0), len(self))}  # if it is unlabelled
             for name, key in FILES.items():
-                if name in self.meta or part.get(key):
+                if name in meta or part.get(key):
                     self._rows[name] = open_npy(path / part[key]["file"], len(self))
             labels = self._rows["y"]
             if labels.min() < 0 or labels.max() >= max(1, self.num_classes):
@@ -358,11 +358,12 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
     manifest = {}
     with writing(path, manifest) as file:  # hashed on the way: numpy's writing to a plain file names no cause when full
         np.save(file, array)
+    written = manifest[path.name]
     entry = {
         "file": path.name,
         "num_images": len(array),
-        "bytes": manifest[path.name]["size"],
-        "sha256": manifest[path.name]["sha256"],
+        "bytes": written["size"],
+        "sha256": written["sha256"],
     }
     if len(set(array.shape[2:])) == 2:  # an image that is not square
         entry["size"] = array.shape[2:]
@@ -386,6 +387,7 @@ class DatasetWriter:
         self.parts = data_dir() / f".{name}.parts"  # see resume
         self.overwrite = overwrite
         self.meta = {
+            "format": FORMAT,
             "kind": "images",
             "resolution": 0,
             "class_names": list(class_names),
@@ -412,15 +414,15 @@ class DatasetWriter:
         """Write to the folder `parts`, where a note marks each finished part. Finished parts survive a kill or an
         error. Those of another plan, which stays in the set as plan.json, are removed."""
         shutil.rmtree(self.folder)
-        self.folder = self.parts
-        plan_file = self.folder / "plan.json"
+        self.folder = folder = self.parts
+        plan_file = folder / "plan.json"
         has_this_plan = False
         with contextlib.suppress(UserError):  # there is none, or it is damaged
             has_this_plan = read_json(plan_file) == plan
-        if self.folder.exists() and not has_this_plan:
-            print0(f"{self.folder} was begun with other images or settings; starting again")
-            shutil.rmtree(self.folder)
-        os.makedirs(self.folder / "notes", exist_ok=True)
+        if folder.exists() and not has_this_plan:
+            print0(f"{folder} was begun with other images or settings; starting again")
+            shutil.rmtree(folder)
+        os.makedirs(folder / "notes", exist_ok=True)
         write_json(plan_file, plan)
 
     def append(self, split: str, images: np.ndarray, **cond) -> None:
@@ -446,10 +448,11 @@ class DatasetWriter:
 
         if not self._parts["train"]:
             raise UserError(f"data set {self.path.name!r} would hold no image to train on")
+        meta = self.meta
         first, _ = self._parts["train"][0]
         _, channels, height, _ = open_npy(self.folder / first["file"]).shape
-        self.meta["channels"] = channels - self.meta.get("given_channels", 0)
-        self.meta["resolution"] = self.meta["resolution"] or height
+        meta["channels"] = channels - meta.get("given_channels", 0)
+        meta["resolution"] = meta["resolution"] or height
         for split, parts in self._parts.items():
             if not parts:
                 continue
@@ -463,10 +466,9 @@ class DatasetWriter:
                 rows = [cond[name] for cond in conditions]
                 file = self.folder / f"{split}_{FILES[name]}.npy"
                 entry[FILES[name]] = write_npy(file, np.concatenate(rows))
-                if split == "train" and name in NUMBERS and name not in self.meta:  # latents copy their image set's
-                    self.meta[name] = statistics(rows)
-            self.meta["splits"][split] = entry
-        meta = {"format": FORMAT, **self.meta}
+                if split == "train" and name in NUMBERS and name not in meta:  # latents copy their image set's
+                    meta[name] = statistics(rows)
+            meta["splits"][split] = entry
         write_json(self.folder / "meta.json", meta | {"sha256": json_hash(meta)})
         publish_folder(self.folder, self.path)
         shutil.rmtree(self.path / "notes", ignore_errors=True)  # only now, so that a kill before loses nothing

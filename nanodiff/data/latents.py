@@ -20,12 +20,12 @@ class Latents(Pixels):
 
     def __init__(self, data: DataInfo, device, path: str = ""):
         super().__init__(data, device)
-        self.info = dict(data.latents)
-        self.downsample = self.info["downsample"]
+        self.info = info = dict(data.latents)
+        self.downsample = info["downsample"]
         self.image_size *= self.downsample
-        offset_and_scale = torch.tensor([self.info["offset"], self.info["scale"]], device=device)
+        offset_and_scale = torch.tensor([info["offset"], info["scale"]], device=device)
         self.offset, self.scale = offset_and_scale.view(2, 1, -1, 1, 1)
-        self.path = path or self.info["path"]
+        self.path = path or info["path"]
 
     def accept(self, dataset):
         """Accept latents of this autoencoder, or images, which are then encoded on the fly."""
@@ -119,10 +119,11 @@ def latents_of(data: DataInfo, autoencoder: str) -> dict:
     if data.latents:
         return data.latents
     if autoencoder:
-        return describe_latents(open_autoencoder(autoencoder), autoencoder)
-    placeholder = Autoencoder()
-    placeholder.latent_channels = data.channels
-    return describe_latents(placeholder, "")
+        model = open_autoencoder(autoencoder)
+    else:
+        model = Autoencoder()  # a placeholder
+        model.latent_channels = data.channels
+    return describe_latents(model, autoencoder)
 
 
 def check_sides(dataset, unit: int) -> None:

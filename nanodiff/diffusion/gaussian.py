@@ -189,31 +189,34 @@ class GaussianDiffusion:
         self.model_t = model_t
         self.alpha_bar = alpha_bar
         alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
+        one_minus_alpha_bar = 1 - alpha_bar
+        one_minus_alpha_bar_prev = 1 - alpha_bar_prev
         self.betas = betas = 1 - alpha_bar / alpha_bar_prev
         # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. At t = 0 the variance is 0, so its log is taken from t = 1
-        posterior_variance = betas * (1 - alpha_bar_prev) / (1 - alpha_bar)
+        posterior_variance = betas * one_minus_alpha_bar_prev / one_minus_alpha_bar
         first = posterior_variance[1] if len(betas) > 1 else betas[0]
         self.tables = {  # (T,) each, in float64
             "model_t": model_t,
             "log_betas": np.log(betas),
-            "one_minus_alpha_bar_prev": 1 - alpha_bar_prev,
+            "one_minus_alpha_bar_prev": one_minus_alpha_bar_prev,
             "sqrt_alpha_bar": np.sqrt(alpha_bar),
             "sqrt_alpha_bar_prev": np.sqrt(alpha_bar_prev),
-            "sqrt_one_minus_alpha_bar": np.sqrt(1 - alpha_bar),
+            "sqrt_one_minus_alpha_bar": np.sqrt(one_minus_alpha_bar),
             "posterior_variance": posterior_variance,
             "posterior_log_variance_clipped": np.log(np.append(first, posterior_variance[1:])),
-            "posterior_mean_coef1": betas * np.sqrt(alpha_bar_prev) / (1 - alpha_bar),
-            "posterior_mean_coef2": (1 - alpha_bar_prev) * np.sqrt(1 - betas) / (1 - alpha_bar),
+            "posterior_mean_coef1": betas * np.sqrt(alpha_bar_prev) / one_minus_alpha_bar,
+            "posterior_mean_coef2": one_minus_alpha_bar_prev * np.sqrt(1 - betas) / one_minus_alpha_bar,
             "fixed_large_log_variance": np.log(np.append(first, betas[1:])),
         }
         self.on_device = {}  # device -> all tables in fp32
 
     def coefficients(self, t) -> SimpleNamespace:
         """Entries t (N,) of each table as fp32 (N, 1, 1, 1), as MPS has no float64."""
-        if t.device not in self.on_device:
+        device = t.device
+        if device not in self.on_device:
             tables = np.stack(list(self.tables.values())).astype(np.float32)
-            self.on_device[t.device] = torch.from_numpy(tables).to(t.device)
-        rows = self.on_device[t.device][:, t, None, None, None]
+            self.on_device[device] = torch.from_numpy(tables).to(device)
+        rows = self.on_device[device][:, t, None, None, None]
         return SimpleNamespace(**dict(zip(self.tables, rows)))
 
     def respaced(self, steps: int | str) -> "GaussianDiffusion":

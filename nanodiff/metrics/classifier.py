@@ -120,10 +120,11 @@ def train_classifier(train, val, device) -> Classifier:
     classifier.to(device, memory_format=torch.channels_last)
 
     images, labels = (x.to(device) for x in load_images(train, classifier.resolution))
+    num_images = len(images)
     epochs = 1 if train.name in SHAPES else 3
-    batch_size = min(len(images), 250, max(len(images) // 80, 16))
-    steps_per_epoch = len(images) // batch_size
-    num_steps = math.ceil(max(epochs * len(images), MIN_TRAINED) / batch_size)
+    batch_size = min(num_images, 250, max(num_images // 80, 16))
+    steps_per_epoch = num_images // batch_size
+    num_steps = math.ceil(max(epochs * num_images, MIN_TRAINED) / batch_size)
     optimizer = torch.optim.AdamW(classifier.parameters(), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, num_steps, pct_start=0.2)
     bf16 = choose_dtype("auto", device) == torch.bfloat16
@@ -131,7 +132,7 @@ def train_classifier(train, val, device) -> Classifier:
         for step in range(num_steps):
             if step % steps_per_epoch == 0:
                 generator = make_generator(0, step)
-                batches = torch.randperm(len(images), generator=generator).split(batch_size)
+                batches = torch.randperm(num_images, generator=generator).split(batch_size)
             rows = batches[step % steps_per_epoch]
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 _, logits = classifier(shift(images[rows], generator))

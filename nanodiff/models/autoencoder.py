@@ -128,8 +128,7 @@ class AutoencoderKL(Autoencoder):
         self.downsample = 2 ** (len(widths) - 1)
 
         def down(c):
-            pad = nn.ZeroPad2d((0, 1, 0, 1))
-            return nn.Sequential(pad, nn.Conv2d(c, c, 3, stride=2))
+            return nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(c, c, 3, stride=2))
 
         def up(c):
             return nn.Sequential(nn.Upsample(scale_factor=2), conv3(c, c))
@@ -203,14 +202,11 @@ class TinyAutoencoder(Autoencoder):
         blocks = lambda pool: [TinyBlock(width, pool) for _ in range(3)]
         encoder = [conv3(3, width), TinyBlock(width)]
         for pool in (False, False, mid_pool):
-            encoder.append(conv3(width, width, stride=2, bias=False))
-            encoder += blocks(pool)
+            encoder += [conv3(width, width, stride=2, bias=False), *blocks(pool)]
         self.encoder = nn.Sequential(*encoder, conv3(width, latent_channels))
         decoder = [conv3(latent_channels, width), nn.ReLU()]
         for pool in (mid_pool, False, False):
-            decoder += blocks(pool)
-            decoder.append(nn.Upsample(scale_factor=2))
-            decoder.append(conv3(width, width, bias=False))
+            decoder += [*blocks(pool), nn.Upsample(scale_factor=2), conv3(width, width, bias=False)]
         self.decoder = nn.Sequential(*decoder, TinyBlock(width), conv3(width, 3))
 
     def encode(self, x):

@@ -183,10 +183,10 @@ class Block(nn.Module):
         C = config.width
         hidden = config.mlp_hidden
         self.heads = config.heads
-        self.modern = config.block == "modern"
-        self.norm = F.rms_norm if self.modern else F.layer_norm
-        fc1_width = 2 * hidden if self.modern else hidden  # gate and up in one matrix
-        bias = not self.modern
+        self.modern = modern = config.block == "modern"
+        self.norm = F.rms_norm if modern else F.layer_norm
+        fc1_width = 2 * hidden if modern else hidden  # gate and up in one matrix
+        bias = not modern
         self.qkv = nn.Linear(C, 3 * C, bias=bias)
         self.proj = nn.Linear(C, C, bias=bias)
         self.fc1 = nn.Linear(C, fc1_width, bias=bias)

@@ -131,5 +131,4 @@ def calibrate(model: nn.Module, process, autocast, batch, share: int) -> None:
         losses = process.losses(model, *few, cond, training)["loss"]
         torch.autograd.grad(losses.sum() / share, model.patch_embed.weight)  # through all blocks
     model.train()
-    scales = from_first_rank(model.scales.cpu(), "the scales of fp8")
-    model.scales.copy_(scales)
+    model.scales.copy_(from_first_rank(model.scales.cpu(), "the scales of fp8"))

@@ -54,8 +54,9 @@ class SampleStore:
 
     def read(self, k: int) -> np.ndarray:
         """Part k; a damaged one fails by the checksum that an .npz holds."""
-        with reading(self.path(k), "is damaged; remove it"):
-            return np.load(self.path(k))["images"]
+        path = self.path(k)
+        with reading(path, "is damaged; remove it"):
+            return np.load(path)["images"]
 
     def first(self, n: int) -> list[np.ndarray]:
         """The first n images (H, W, C), or as many as there are."""

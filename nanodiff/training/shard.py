@@ -93,15 +93,15 @@ class Buffer:
 
     def __post_init__(self):
         self.names = list(self.named_params)
-        self.params = list(self.named_params.values())
-        self.missing = len(self.params)  # gradients that backward has yet to compute
-        self.offsets, share, batches = plan_buffer(self.params, self.group["kind"], self.world)
+        self.params = params = list(self.named_params.values())
+        self.missing = len(params)  # gradients that backward has yet to compute
+        self.offsets, share, batches = plan_buffer(params, self.group["kind"], self.world)
         self.batches = batches[self.rank]
         self.share_slice = slice(self.rank * share, (self.rank + 1) * share)
-        self.flat = torch.zeros(self.world * share, device=self.params[0].device)
+        self.flat = torch.zeros(self.world * share, device=params[0].device)
         self.weights = self.flat[self.share_slice]
         self.state = {key: torch.zeros_like(self.weights) for key in self.rule.keeps}
-        for p, view in zip(self.params, self.views(self.flat)):
+        for p, view in zip(params, self.views(self.flat)):
             p.data = view.copy_(p)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -186,18 +186,19 @@ class Optimizer:
         rules: dict,
         grad_dtype: torch.dtype,
     ):
-        rank, _, self.world = get_dist()
+        rank, _, world = get_dist()
+        self.world = world
         self.param_groups = groups
         self.buffers = [
-            Buffer(group, rules[group["kind"]], part, rank, self.world, grad_dtype)
+            Buffer(group, rules[group["kind"]], part, rank, world, grad_dtype)
             for group in groups
-            for part in cut_group(group, self.world)
+            for part in cut_group(group, world)
         ]
         # Backward's order, as a buffer is complete at its first parameter. All ranks must exchange in one order
         order = list(dict(model.named_parameters()))
         self.exchange_order = sorted(self.buffers, key=lambda buffer: -order.index(buffer.names[0]))
         self.unsent = self.exchange_order.copy()
-        if self.world == 1:
+        if world == 1:
             return
         reader = {}  # of each parameter: the part that computes with it, else the model
         for part in (model, *model.parts()):

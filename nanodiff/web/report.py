@@ -235,15 +235,16 @@ def evaluation(result: dict, run: Run) -> str:
 def summary(run: Run, results: list[dict]) -> dict:
     """What was trained, how far and where, and the figures by which runs are compared: the lowest logged, each metric's
     last of `results` by file name."""
-    last = [run.facts, *run.facts["changes"]][-1]
+    facts = run.facts
+    last = [facts, *facts["changes"]][-1]
     largest = {key: max(values.values()) for key, values in run.history.items()}
     figures = {
-        "depth": run.facts["config"].get("depth"),
+        "depth": facts["config"].get("depth"),
         "step": f"{largest.get('step', 0):,} of {last['num_iterations']:,}",
         "images": largest.get("images_seen"),
-        "parameters": run.facts.get("num_params"),
+        "parameters": facts.get("num_params"),
         "minutes": largest.get("total_training_time_s", 0.0) / 60,
-        "machine": run.facts["environment"].get("device"),
+        "machine": facts["environment"].get("device"),
         "training loss": compare_loss(run),
     }
     for key in "val/loss val/loss_ema val/fid val/fd_classifier val/fd_simclr".split():
