@@ -213,10 +213,12 @@ def read_json(path: Path) -> dict:
         return {**json.loads(path.read_bytes())}
 
 
-def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
-    """Why a checkpoint is corrupt, or "" if every file has the manifest's size and hash."""
+def why_corrupt(checkpoint: Path, hashes: bool = True, file: str = "") -> str:
+    """Why a checkpoint is corrupt, or "" if every file, or the one of this name, has the manifest's size and hash."""
     try:
         for name, entry in read_json(checkpoint / "manifest.json").items():
+            if file and name != file:
+                continue
             path = checkpoint / name
             with reading(path, "is not in the manifest as it should be"):
                 size = path.stat().st_size

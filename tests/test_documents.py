@@ -339,15 +339,15 @@ def number(cell):
 def test_the_dials_table_follows_from_the_dial_and_the_logs():
     readme = (ROOT / "README.md").read_text()
     (guide,) = re.findall(r"400 times at depths 2 to 4 \((.*?)\)", (RUNS / "GUIDE.md").read_text())
-    recommended = {depth: count for count, depth in re.findall(r"([\d,]+) for depth (\d)", readme)}
+    image_counts = {depth: count for count, depth in re.findall(r"([\d,]+) for depth (\d)", readme)}
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", readme.split("<details>")[0], re.M)
     assert [depth for depth, _ in rows] == ["2", "3", "4"]
     for depth, row in rows:
         parameters, training = row.split(" | ")
         num_params, images = dial(int(depth))
         assert number(parameters) == pytest.approx(num_params, rel=0.05)
-        assert number(recommended[depth]) == pytest.approx(images / 400, rel=0.05)
-        assert f"{depth}: {recommended[depth]}" in guide
+        assert number(image_counts[depth]) == pytest.approx(images / 400, rel=0.05)
+        assert f"{depth}: {image_counts[depth]}" in guide
         log = (RUNS / "records" / re.search(r"records/(.*)\)", training)[1]).read_text()
         minutes = re.search(r"in (\S+) minutes of training", log)[1]
         assert f"[{float(minutes):.0f} minutes]" in training

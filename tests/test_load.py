@@ -124,9 +124,11 @@ def test_a_file_of_a_checkpoint_is_verified_by_its_manifest(base):
     data = bytearray(path.read_bytes())
     data[-1] ^= 64
     path.write_bytes(data)
-    refused(
-        "model.safetensors is corrupt: it does not match the SHA-256 in .*manifest.json", load_run, str(path), "cpu"
-    )
+    refused("is corrupt: model.safetensors does not match its SHA-256", load_run, str(path), "cpu")
+    path.with_name("ema_0.99.safetensors").unlink()  # another file's fault is not this one's
+    data[-1] ^= 64
+    path.write_bytes(data)
+    load_run(str(path), "cpu")
 
 
 def test_names_may_be_paths_and_what_they_get_wrong_is_named(base, monkeypatch):

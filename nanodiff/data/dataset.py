@@ -358,12 +358,12 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
     manifest = {}
     with writing(path, manifest) as file:  # hashed on the way: numpy's writing to a plain file names no cause when full
         np.save(file, array)
-    written = manifest[path.name]
+    facts = manifest[path.name]
     entry = {
         "file": path.name,
         "num_images": len(array),
-        "bytes": written["size"],
-        "sha256": written["sha256"],
+        "bytes": facts["size"],
+        "sha256": facts["sha256"],
     }
     if len(set(array.shape[2:])) == 2:  # an image that is not square
         entry["size"] = array.shape[2:]

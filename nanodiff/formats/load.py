@@ -17,7 +17,7 @@ from configurator import check, nearest, read_settings
 from nanodiff.common import Settings, Tensors, UserError, base_dir, print0
 from nanodiff.conditions import DataInfo, droppable
 from nanodiff.diffusion.process import make_process, why_unguided
-from nanodiff.files import read_json, reading, sha256_of
+from nanodiff.files import reading, sha256_of, why_corrupt
 from nanodiff.formats import options as defaults
 from nanodiff.formats.adapters import PREFIX, merge
 from nanodiff.formats.published import NO_MODEL, read_published
@@ -169,10 +169,9 @@ def find(name, **run_options):
                 f"{'file' if is_file else 'run; name the file of weights, if it is none'}"
             )
     if is_file:
-        manifest = path.with_name("manifest.json")  # of a checkpoint
-        entry = read_json(manifest).get(path.name) if manifest.is_file() else None
-        if entry and entry["sha256"] != sha256_of(path):
-            raise UserError(f"{path} is corrupt: it does not match the SHA-256 in {manifest}")
+        # Of a checkpoint
+        if path.with_name("manifest.json").is_file() and (fault := why_corrupt(path.parent, file=path.name)):
+            raise UserError(f"{path} is corrupt: {fault}")
         return path, options
     return find_weights(path, **options), {}
 
